@@ -1,0 +1,5 @@
+"""The bookkeeping of a KV cache, on the standard library alone: it runs in a browser tab."""
+
+from kvlab.core.spec import ModelSpec
+
+__all__ = ["ModelSpec"]
