@@ -59,7 +59,7 @@ def load(
     dtype = _pick_dtype(dtype)
     bundled = weights.find(name)
     source = str(weights.ensure(bundled)) if bundled else name
-    model, tokenizer = _from_transformers(source, dtype, attention)
+    model, tokenizer = _from_transformers(source, dtype, _pick_attention(attention))
     if bundled:
         label, digest = bundled.name, bundled.sha256
     else:
@@ -102,6 +102,15 @@ def _pick_dtype(dtype: str | None) -> str:
     return name
 
 
+def _pick_attention(attention: str | None) -> str | None:
+    from transformers import AttentionInterface
+
+    known = {"eager", *AttentionInterface().valid_keys()}
+    if attention is not None and attention not in known:
+        raise KvlabError(f"attention {attention!r} is unknown.", f"Use one of: {', '.join(sorted(known))}.")
+    return attention
+
+
 def _from_transformers(source: str, dtype: str, attention: str | None) -> tuple[Any, Any]:
     """The model and tokenizer as Transformers reads them, or one clear error."""
     import torch
@@ -121,10 +130,12 @@ def _from_transformers(source: str, dtype: str, attention: str | None) -> tuple[
                 output_loading_info=True,
             )
             tokenizer = transformers.AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError, ImportError) as error:
+    except KvlabError:
+        raise
+    except Exception as error:  # whatever a library may raise over files that are not what they should be
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         if not os.path.isdir(source):
-            remedy += " Offline, only what was downloaded before can be loaded."
+            remedy += " Offline, set HF_HUB_OFFLINE=1: what was downloaded before still loads."
         raise KvlabError(f"cannot load the model {source!r}: {first}", remedy) from error
     if info["missing_keys"]:
         some = ", ".join(sorted(info["missing_keys"])[:3])
@@ -138,5 +149,5 @@ def _identity(source: str, config: Any) -> tuple[str, str]:
     if not folder.is_dir():
         return source, f"commit:{getattr(config, '_commit_hash', None) or 'unknown'}"
     files = sorted(p for kind in ("*.safetensors", "*.bin") for p in folder.glob(kind))
-    lines = "".join(f"{weights.sha256(path)}  {path.name}\n" for path in files)
+    lines = "".join(f"{weights.known_sha256(path)}  {path.name}\n" for path in files)
     return folder.resolve().name, hashlib.sha256(lines.encode()).hexdigest()

