@@ -1,0 +1,179 @@
+// Draw the page's figures when the reader comes near them, in the colours of the page.
+//
+// Each figure is a box of the right height and its data as JSON (book/_ext/shared_state/figures.py). plotly.js, 4.8 MB, is
+// fetched once, for the first figure that nears the window. Plotly's sliders and menus are mouse-only drawings, so they are
+// taken out of the layout and become real inputs below the plot, which a keyboard and a screen reader can use.
+(() => {
+  "use strict";
+  const PLOTLY = new URL("../vendor/plotly.min.js", document.currentScript.src).href;
+  const NARROW = 560; // CSS pixels of a figure under which the legend goes below the plot
+  const reducedMotion = matchMedia("(prefers-reduced-motion: reduce)");
+  let library;
+
+  function loadPlotly() {
+    library ??= new Promise((resolve, reject) => {
+      if (window.requirejs) {
+        // On pages with widgets plotly.js would register with require.js instead of making a global
+        window.requirejs([PLOTLY], resolve, reject);
+        return;
+      }
+      const script = document.createElement("script");
+      script.src = PLOTLY;
+      script.onload = () => resolve(window.Plotly);
+      script.onerror = () => reject(new Error("plotly.min.js did not load"));
+      document.head.append(script);
+    });
+    return library;
+  }
+
+  const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--kv-${name}`).trim();
+
+  // The same template as kvlab/show/theme.py, with the colours of the page's mode
+  function template() {
+    const [ink, muted, grid, card] = ["ink", "muted", "grid", "card"].map(colour);
+    const axis = {
+      gridcolor: grid, linecolor: muted, zerolinecolor: grid, tickcolor: muted,
+      ticks: "outside", ticklen: 4, automargin: true, title: { standoff: 10, font: { color: ink } },
+    };
+    return {
+      layout: {
+        font: { family: getComputedStyle(document.documentElement).getPropertyValue("--kv-sans"), size: 14, color: ink },
+        title: { font: { size: 16 }, x: 0, xanchor: "left", xref: "paper" },
+        paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+        colorway: ["a", "b", "c", "d", "e", "f"].map((owner) => colour(`owner-${owner}`)),
+        xaxis: axis, yaxis: axis,
+        legend: { orientation: "h", yanchor: "bottom", y: 1.02, xanchor: "left", x: 0, title: { text: "" } },
+        hoverlabel: { bgcolor: card, bordercolor: muted, font: { color: ink } },
+        hovermode: "closest", margin: { l: 56, r: 16, t: 48, b: 48 }, bargap: 0.25,
+      },
+      data: { heatmap: [{ colorbar: { outlinewidth: 0, ticks: "outside", tickcolor: muted } }] },
+    };
+  }
+
+  // What a narrow figure changes: legend below, colour bars below, no drag, so that a finger scrolls the page
+  function narrowed(layout) {
+    return {
+      ...layout,
+      dragmode: false,
+      font: { ...layout.font, size: 12 },
+      legend: { ...layout.legend, orientation: "h", x: 0, xanchor: "left", y: -0.25, yanchor: "top" },
+      margin: { ...layout.margin, l: 8, r: 8 },
+    };
+  }
+  const sideways = (trace) =>
+    trace.showscale === false || !(trace.type === "heatmap" || trace.colorbar) ? trace : {
+      ...trace,
+      colorbar: { ...trace.colorbar, orientation: "h", x: 0.5, xanchor: "center", y: -0.3, yanchor: "top", thickness: 12 },
+    };
+
+  function element(tag, properties, ...children) {
+    const node = Object.assign(document.createElement(tag), properties);
+    node.append(...children);
+    return node;
+  }
+
+  // Build real inputs for the layout's sliders and menus; the layout loses them
+  function controls(Plotly, plot, layout, number) {
+    const call = (step) => {
+      if (!step || step.method === "skip") return;
+      const args = structuredClone(step.args ?? []);
+      if (step.method === "animate" && reducedMotion.matches) {
+        args[1] = { ...args[1], mode: "immediate", transition: { duration: 0 }, frame: { duration: 0, redraw: true } };
+      }
+      Plotly[step.method](plot, ...args);
+    };
+    const visible = (item) => item.visible !== false;
+    const built = [];
+    (layout.sliders ?? []).filter(visible).forEach((slider, index) => {
+      const steps = (slider.steps ?? []).filter(visible);
+      const prefix = (slider.currentvalue?.prefix ?? "").trim();
+      const name = slider.name ?? (prefix.replace(/[:=\s]+$/, "") || "Step");
+      const id = `kv-slider-${number}-${index}`;
+      const input = element("input", {
+        type: "range", id, min: 0, max: Math.max(steps.length - 1, 0), step: 1, value: slider.active ?? 0,
+      });
+      const output = element("output", {});
+      output.htmlFor = id;
+      const show = () => {
+        const label = steps[input.value]?.label ?? input.value;
+        output.value = label;
+        input.setAttribute("aria-valuetext", label);
+      };
+      input.addEventListener("input", () => { show(); call(steps[input.value]); });
+      show();
+      built.push(element("div", { className: "kv-control" },
+        element("label", { htmlFor: id, textContent: name }), input, output));
+      // an animation moves the slider along
+      plot.on?.("plotly_animatingframe", (event) => {
+        const at = steps.findIndex((step) => step.args?.[0]?.[0] === event.name);
+        if (at >= 0) { input.value = at; show(); }
+      });
+    });
+    (layout.updatemenus ?? []).filter(visible).forEach((menu, index) => {
+      const buttons = (menu.buttons ?? []).filter(visible);
+      const name = menu.name ?? "Show";
+      if (menu.type === "buttons") {
+        const row = element("div", { className: "kv-control kv-buttons", role: "group", ariaLabel: name });
+        const toggles = menu.showactive !== false && buttons.length > 1;
+        buttons.forEach((step, at) => {
+          const button = element("button", { type: "button", textContent: step.label });
+          if (toggles) button.setAttribute("aria-pressed", String(at === (menu.active ?? 0)));
+          button.addEventListener("click", () => {
+            call(step);
+            if (toggles) row.querySelectorAll("button").forEach((b) => b.setAttribute("aria-pressed", String(b === button)));
+          });
+          row.append(button);
+        });
+        built.push(row);
+      } else {
+        const id = `kv-menu-${number}-${index}`;
+        const select = element("select", { id }, ...buttons.map((step, at) => new Option(step.label, at)));
+        select.value = menu.active ?? 0;
+        select.addEventListener("change", () => call(buttons[select.value]));
+        built.push(element("div", { className: "kv-control" },
+          element("label", { htmlFor: id, textContent: name }), select));
+      }
+    });
+    if (built.length) plot.after(element("div", { className: "kv-controls" }, ...built));
+  }
+
+  let count = 0;
+  async function draw(figure) {
+    if (figure.dataset.state) return;
+    figure.dataset.state = "loading";
+    const plot = figure.querySelector(".kv-plot");
+    try {
+      const source = JSON.parse(figure.querySelector('script[type="application/json"]').textContent);
+      const Plotly = await loadPlotly();
+      const { sliders, updatemenus, width, ...layout } = source.layout; // the page decides the width
+      const narrow = () => figure.clientWidth < NARROW;
+      const look = () => ({ ...(narrow() ? narrowed(layout) : layout), template: template() });
+      await Plotly.newPlot(plot, {
+        data: narrow() ? source.data.map(sideways) : source.data,
+        layout: look(),
+        frames: source.frames,
+        config: { responsive: true, displaylogo: false, displayModeBar: narrow() ? false : "hover" },
+      });
+      controls(Plotly, plot, { sliders, updatemenus }, count++);
+      figure.addEventListener("kv-mode", () => Plotly.relayout(plot, { template: template() }));
+      figure.dataset.state = "drawn";
+    } catch (error) {
+      figure.dataset.state = "failed";
+      plot.textContent = `This figure could not be drawn (${error.message}). It shows: ${plot.getAttribute("aria-label")}`;
+    }
+  }
+
+  document.addEventListener("DOMContentLoaded", () => {
+    const figures = document.querySelectorAll(".kv-figure");
+    const near = new IntersectionObserver((entries) => {
+      for (const entry of entries) {
+        if (entry.isIntersecting) { near.unobserve(entry.target); draw(entry.target); }
+      }
+    }, { rootMargin: "600px 0px" });
+    figures.forEach((figure) => near.observe(figure));
+    // a tab or a folded box that opens needs no more: its figures come into view then
+    addEventListener("beforeprint", () => figures.forEach(draw));
+    new MutationObserver(() => figures.forEach((figure) => figure.dispatchEvent(new Event("kv-mode"))))
+      .observe(document.documentElement, { attributes: true, attributeFilter: ["data-theme"] });
+  });
+})();
