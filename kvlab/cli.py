@@ -59,8 +59,7 @@ def parser() -> argparse.ArgumentParser:
         return made
 
     run = command(commands, "run", _run, "run an experiment and save what it measured")
-    known = ", ".join(experiments()) or "none yet"
-    run.add_argument("experiment", metavar="EXPERIMENT", help=f"one of: {known}")
+    run.add_argument("experiment", metavar="EXPERIMENT", help=f"one of: {', '.join(experiments())}")
     run.add_argument("--quick", action="store_true", help="a small version, saved only with --out")
     run.add_argument("--out", metavar="DIR", type=Path, help="where to save the run (default: results/)")
     run.add_argument("--model", metavar="NAME", help="bundled name, Hugging Face id or folder (default: KVLAB_MODEL)")
@@ -120,16 +119,16 @@ def _in_words(error: Exception) -> tuple[str, str]:
 # ---- run ------------------------------------------------------------------------------------------------------------
 
 
-def experiments() -> dict[str, str]:
-    """Each experiment's name and the first line of its docstring, found without importing it.
+def experiments() -> list[str]:
+    """The experiments' names, found without importing them.
 
     An experiment is a module of `kvlab.experiments` with a function `run`.
     """
-    found = {}
+    found = []
     for path in sorted((Path(__file__).parent / "experiments").glob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         if any(isinstance(node, ast.FunctionDef) and node.name == "run" for node in tree.body):
-            found[path.stem] = (ast.get_docstring(tree) or "").partition("\n")[0]
+            found.append(path.stem)
     return found
 
 
@@ -137,10 +136,7 @@ def _run(arguments: argparse.Namespace) -> None:
     known = experiments()
     name = arguments.experiment
     if name not in known:
-        listed = "\n".join(f"         {key:12} {text}" for key, text in known.items())
-        raise UsageError(
-            f"there is no experiment {name!r}.", f"There are:\n{listed}" if known else "There is none yet."
-        )
+        raise UsageError(f"there is no experiment {name!r}.", f"There are: {', '.join(known)}.")
     import importlib
 
     from kvlab.core.spec import canonical_dtype

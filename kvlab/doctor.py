@@ -60,7 +60,7 @@ def verdict(findings: list[Finding]) -> str:
 
 
 def requirements() -> dict[str, tuple[str, str]]:
-    """What kvlab asks for: package -> (specifier, extra), from the checkout's pyproject.toml or the installed package."""
+    """What kvlab asks for, by package: (specifier, extra), from the checkout's pyproject.toml or from what is installed."""
     project = Path(__file__).resolve().parents[1] / "pyproject.toml"
     if project.is_file():
         table = tomllib.loads(project.read_text(encoding="utf-8"))["project"]
@@ -81,10 +81,7 @@ def requirements() -> dict[str, tuple[str, str]]:
 
 
 def _python() -> Finding:
-    found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-    if sys.version_info < (3, 11):
-        return Finding("Python", MISSING, found, "Install Python 3.11 or newer and make the environment anew.")
-    return Finding("Python", OK, found)
+    return Finding("Python", OK, f"{platform.python_version()} on {platform.system()} {platform.machine()}")
 
 
 def _packages() -> Iterator[Finding]:
@@ -105,9 +102,8 @@ def _packages() -> Iterator[Finding]:
         remedy = f'pip install "{name}{specifier}"'
         yield Finding(name, OK if fits else MISSING, f"{version or 'not installed'}{asked}", remedy)
     if others:
-        yield Finding(
-            "other packages", WARN, f"{', '.join(others)}: not here, or old", "Needed to build or test the site."
-        )
+        found = f"{', '.join(others)}: not here, or old"
+        yield Finding("other packages", WARN, found, "Only building and testing the site needs them: make test")
 
 
 def _device() -> Finding:
@@ -118,7 +114,7 @@ def _device() -> Finding:
 
         device = pick_device()
         name = f" ({torch.cuda.get_device_name(device)})" if device.startswith("cuda") else ""
-        return Finding("device", OK, f"{device}{name}, {torch.get_num_threads()} threads of {os.cpu_count()} cores")
+        return Finding("device", OK, f"{device}{name}, threads: {torch.get_num_threads()} of {os.cpu_count()} cores")
     except KvlabError as error:
         return Finding("device", MISSING, error.message.rstrip("."), f"{error.remedy} (KVLAB_DEVICE)")
     except Exception as error:  # a torch that does not import: say so here, go on with the rest

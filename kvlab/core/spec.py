@@ -108,7 +108,7 @@ class ModelSpec:
         _refuse_other_caches(read, family)
 
         heads = _need(read, "number of heads", "num_attention_heads", "n_head", "num_heads", "n_heads")
-        head_dim = read("head_dim")
+        head_dim = read("head_dim", "kv_channels")
         if head_dim is None:
             hidden = _need(read, "hidden size", "hidden_size", "n_embd", "d_model")
             if hidden % heads:
@@ -139,7 +139,10 @@ def _reader(config: Any):
     else:
 
         def get(key):
-            return getattr(config, key, None)
+            try:
+                return getattr(config, key, None)
+            except Exception as error:  # Transformers' own, where layers differ
+                raise ValueError(f"config gives no single {key} for all its layers") from error
 
     def read(*keys):
         return next((value for key in keys if (value := get(key)) is not None), None)
@@ -162,7 +165,9 @@ def _refuse_other_caches(read, family: str) -> None:
         raise ValueError(f"config is latent attention ({family}, kv_lora_rank is set): its K and V differ in shape")
     other = set(read("layer_types", "layers_block_type") or ()) - _ATTENTION_LAYERS
     if other:
-        raise ValueError(f"config has layers without keys and values ({', '.join(sorted(other))})")
+        raise ValueError(f"config has layers that do not cache plain keys and values ({', '.join(sorted(other))})")
+    if read("num_kv_shared_layers"):
+        raise ValueError("config has layers that share another layer's keys and values (num_kv_shared_layers is set)")
 
 
 def _kv_heads(read, heads: int) -> int:
