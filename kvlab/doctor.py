@@ -60,7 +60,7 @@ def verdict(findings: list[Finding]) -> str:
 
 
 def requirements() -> dict[str, tuple[str, str]]:
-    """What kvlab asks for, by package: (specifier, extra), from the checkout's pyproject.toml or from what is installed."""
+    """What kvlab asks for, by package: (specifier, extra). From the checkout's pyproject.toml, else as installed."""
     project = Path(__file__).resolve().parents[1] / "pyproject.toml"
     if project.is_file():
         table = tomllib.loads(project.read_text(encoding="utf-8"))["project"]

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ def load(
     dtype = _pick_dtype(dtype)
     bundled = weights.find(name)
     source = str(weights.ensure(bundled)) if bundled else name
-    model, tokenizer = _from_transformers(source, dtype, _pick_attention(attention))
+    model, tokenizer, spec = _from_transformers(source, dtype, _pick_attention(attention))
     if bundled:
         label, digest = bundled.name, bundled.sha256
     else:
@@ -69,8 +69,7 @@ def load(
     tokenizer.padding_side = "left"
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.requires_grad_(False).eval().to(device)
-    spec = ModelSpec.from_config(model.config, dtype, label)
-    return Loaded(model, tokenizer, spec, label, digest, device, dtype)
+    return Loaded(model, tokenizer, replace(spec, name=label), label, digest, device, dtype)
 
 
 def pick_device(device: str | None = None) -> str:
@@ -111,8 +110,8 @@ def _pick_attention(attention: str | None) -> str | None:
     return attention
 
 
-def _from_transformers(source: str, dtype: str, attention: str | None) -> tuple[Any, Any]:
-    """The model and tokenizer as Transformers reads them, or one clear error."""
+def _from_transformers(source: str, dtype: str, attention: str | None) -> tuple[Any, Any, ModelSpec]:
+    """Model, tokenizer and shape as Transformers reads them, or one clear error."""
     import torch
     import transformers
 
@@ -122,6 +121,7 @@ def _from_transformers(source: str, dtype: str, attention: str | None) -> tuple[
             config = transformers.AutoConfig.from_pretrained(source)
             if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or config.is_encoder_decoder:
                 raise KvlabError(f"{source!r} is no causal language model: its type is {config.model_type}.", remedy)
+            spec = ModelSpec.from_config(config, dtype, source)
             model, info = transformers.AutoModelForCausalLM.from_pretrained(
                 source,
                 config=config,
@@ -140,7 +140,7 @@ def _from_transformers(source: str, dtype: str, attention: str | None) -> tuple[
     if info["missing_keys"]:
         some = ", ".join(sorted(info["missing_keys"])[:3])
         raise KvlabError(f"{source!r} lacks weights its model needs ({some}).", remedy)
-    return model, tokenizer
+    return model, tokenizer, spec
 
 
 def _identity(source: str, config: Any) -> tuple[str, str]:
