@@ -65,7 +65,15 @@ def template() -> go.layout.Template:
     return go.layout.Template(
         layout={
             "font": {"family": FONT, "size": 14, "color": INK},
-            "title": {"font": {"size": 16}, "x": 0, "xanchor": "left", "xref": "paper"},
+            "title": {
+                "font": {"size": 16},
+                "x": 0,
+                "xref": "paper",
+                "y": 1,
+                "yref": "container",
+                "yanchor": "top",
+                "pad": {"t": 8},
+            },
             "paper_bgcolor": "rgba(0,0,0,0)",
             "plot_bgcolor": "rgba(0,0,0,0)",
             "colorway": list(OWNERS.values()),
@@ -81,7 +89,7 @@ def template() -> go.layout.Template:
             },
             "hoverlabel": {"bgcolor": PAPER, "bordercolor": MUTED, "font": {"color": INK}},
             "hovermode": "closest",
-            "margin": {"l": 56, "r": 16, "t": 48, "b": 48},
+            "margin": {"l": 56, "r": 16, "t": 64, "b": 48},
             "bargap": 0.25,
         }
     )

@@ -7,13 +7,39 @@ Uses Sphinx and myst-nb only, so that it outlives Jupyter Book 1.x. Three parts:
 - `rerun`: a notebook is executed again when the library or the results it uses change.
 """
 
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
 from sphinx.application import Sphinx
+from sphinx.config import Config
 
 from . import figures, rerun, vendor
 
 
+def _digest(files: Iterable[Path]) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def note_own_files(app: Sphinx, config: Config) -> None:
+    """Make the site's own files part of its configuration.
+
+    Sphinx looks at pages only: without this an edited style sheet would stay out of a site whose pages are unchanged.
+    """
+    root = Path(app.confdir)
+    assets = [path for path in (root / "book" / "assets").rglob("*") if path.is_file()]
+    config.shared_state_assets = _digest([*assets, root / "package-lock.json"])
+    config.shared_state_code = _digest(Path(__file__).parent.glob("*.py"))
+
+
 def setup(app: Sphinx) -> dict[str, object]:
     """Connect the three parts to Sphinx."""
+    app.add_config_value("shared_state_assets", "", "html")  # a change writes every page again
+    app.add_config_value("shared_state_code", "", "env")  # a change reads every page again
+    app.connect("config-inited", note_own_files)
     figures.setup(app)
     vendor.setup(app)
     rerun.setup(app)

@@ -34,11 +34,8 @@ def alt_text(layout: dict[str, Any]) -> str:
 
 
 def figure_html(figure: dict[str, Any]) -> str:
-    """Return the HTML that `figures.js` turns into a drawn figure.
-
-    The figure's own template is left out: the page supplies one, which follows its light and dark mode.
-    """
-    layout = {key: value for key, value in figure.get("layout", {}).items() if key != "template"}
+    """Return the HTML that `figures.js` turns into a drawn figure."""
+    layout = figure.get("layout", {})
     payload = {"data": figure.get("data", []), "layout": layout, "frames": figure.get("frames", [])}
     # "</" may not stand inside a script element
     script = json.dumps(payload, ensure_ascii=False, separators=(",", ":")).replace("</", "<\\/")

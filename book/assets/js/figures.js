@@ -12,11 +12,6 @@
 
   function loadPlotly() {
     library ??= new Promise((resolve, reject) => {
-      if (window.requirejs) {
-        // On pages with widgets plotly.js would register with require.js instead of making a global
-        window.requirejs([PLOTLY], resolve, reject);
-        return;
-      }
       const script = document.createElement("script");
       script.src = PLOTLY;
       script.onload = () => resolve(window.Plotly);
@@ -28,25 +23,25 @@
 
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--kv-${name}`).trim();
 
-  // The same template as kvlab/show/theme.py, with the colours of the page's mode
-  function template() {
+  // The figure's own template (kvlab/show/theme.py) in the colours of the page's mode
+  function recoloured(template) {
     const [ink, muted, grid, card] = ["ink", "muted", "grid", "card"].map(colour);
-    const axis = {
-      gridcolor: grid, linecolor: muted, zerolinecolor: grid, tickcolor: muted,
-      ticks: "outside", ticklen: 4, automargin: true, title: { standoff: 10, font: { color: ink } },
-    };
+    const layout = template?.layout ?? {};
+    const axis = (own) => ({
+      ...own, gridcolor: grid, linecolor: muted, zerolinecolor: grid, tickcolor: muted,
+      title: { ...own?.title, font: { ...own?.title?.font, color: ink } },
+    });
     return {
+      ...template,
       layout: {
-        font: { family: getComputedStyle(document.documentElement).getPropertyValue("--kv-sans"), size: 14, color: ink },
-        title: { font: { size: 16 }, x: 0, xanchor: "left", xref: "paper" },
-        paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-        colorway: ["a", "b", "c", "d", "e", "f"].map((owner) => colour(`owner-${owner}`)),
-        xaxis: axis, yaxis: axis,
-        legend: { orientation: "h", yanchor: "bottom", y: 1.02, xanchor: "left", x: 0, title: { text: "" } },
-        hoverlabel: { bgcolor: card, bordercolor: muted, font: { color: ink } },
-        hovermode: "closest", margin: { l: 56, r: 16, t: 48, b: 48 }, bargap: 0.25,
+        ...layout,
+        font: { ...layout.font, color: ink },
+        paper_bgcolor: "rgba(0,0,0,0)",
+        plot_bgcolor: "rgba(0,0,0,0)",
+        xaxis: axis(layout.xaxis),
+        yaxis: axis(layout.yaxis),
+        hoverlabel: { ...layout.hoverlabel, bgcolor: card, bordercolor: muted, font: { color: ink } },
       },
-      data: { heatmap: [{ colorbar: { outlinewidth: 0, ticks: "outside", tickcolor: muted } }] },
     };
   }
 
@@ -147,7 +142,7 @@
       const Plotly = await loadPlotly();
       const { sliders, updatemenus, width, ...layout } = source.layout; // the page decides the width
       const narrow = () => figure.clientWidth < NARROW;
-      const look = () => ({ ...(narrow() ? narrowed(layout) : layout), template: template() });
+      const look = () => ({ ...(narrow() ? narrowed(layout) : layout), template: recoloured(layout.template) });
       await Plotly.newPlot(plot, {
         data: narrow() ? source.data.map(sideways) : source.data,
         layout: look(),
@@ -155,7 +150,7 @@
         config: { responsive: true, displaylogo: false, displayModeBar: narrow() ? false : "hover" },
       });
       controls(Plotly, plot, { sliders, updatemenus }, count++);
-      figure.addEventListener("kv-mode", () => Plotly.relayout(plot, { template: template() }));
+      figure.addEventListener("kv-mode", () => Plotly.relayout(plot, { template: recoloured(layout.template) }));
       figure.dataset.state = "drawn";
     } catch (error) {
       figure.dataset.state = "failed";
