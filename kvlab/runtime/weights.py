@@ -396,7 +396,7 @@ def _clear_disk_errors() -> Iterator[None]:
         # safetensors reports the system's error only in its text
         if code in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in str(error):
             raise _disk_full() from error
-        if code in (errno.EACCES, errno.EPERM, errno.EROFS):
+        if code in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
             raise KvlabError(
                 f"cannot write to {getattr(error, 'filename', None) or home()}: {error.strerror}.",
                 "Set KVLAB_HOME to a folder you may write to, or to one that holds the converted model.",
