@@ -1,0 +1,124 @@
+"""The audit behind `BlockManager.check()`: every rule the bookkeeping must keep, and the words for a broken one.
+
+It trusts no counter: what it compares against, it counts again from the tables.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvlab.core.blocks import BlockManager
+
+
+class InvariantError(RuntimeError):
+    """The bookkeeping contradicts itself. `rule` names the broken rule."""
+
+    def __init__(self, rule: str, detail: str) -> None:
+        super().__init__(f"{rule}: {detail}")
+        self.rule = rule
+
+
+def audit(m: BlockManager) -> None:
+    """Raise InvariantError for the first broken rule: tables, references, owners, pool, eviction, index, contents."""
+    _tables(m)
+    _references(m)
+    _pool(m)
+    _index(m)
+    _contents(m)
+
+
+def _must(rule: str, holds: object, detail: str) -> None:
+    if not holds:
+        raise InvariantError(rule, detail)
+
+
+def _tables(m: BlockManager) -> None:
+    for name, s in m._sequences.items():
+        _must(
+            "tables",
+            len(s.table) == -(-len(s.tokens) // m.block_size),
+            f"{name!r}: {len(s.table)} blocks for {len(s.tokens)} tokens",
+        )
+        _must("tables", len(set(s.table)) == len(s.table), f"{name!r} names a block twice: {s.table}")
+        _must("tables", all(0 <= i < len(m._blocks) for i in s.table), f"{name!r} names a block outside the pool")
+        _must("tables", 0 <= s.written <= len(s.tokens), f"{name!r}: {s.written} of {len(s.tokens)} tokens are written")
+
+
+def _references(m: BlockManager) -> None:
+    named = Counter(i for s in m._sequences.values() for i in s.table)
+    owners: dict[int, Counter] = {}
+    for s in m._sequences.values():
+        for i in s.table:
+            owners.setdefault(i, Counter())[s.owner] += 1
+    for i, block in enumerate(m._blocks):
+        _must("references", block.ref_count == named[i], f"block {i} counts {block.ref_count}, {named[i]} tables name it")
+        _must("owners", block.owners == owners.get(i, {}), f"block {i} is tagged {block.owners}, held by {owners.get(i)}")
+
+
+def _pool(m: BlockManager) -> None:
+    blank, evictable = set(m._blank), set(m._evictable)
+    held = {i for s in m._sequences.values() for i in s.table}
+    _must("pool", len(blank) == len(m._blank), "a block is in the free list twice: it was freed twice")
+    _must(
+        "pool",
+        not blank & evictable and not held & (blank | evictable),
+        "a block is free and held, or free in two lists",
+    )
+    _must("pool", blank | evictable | held == set(range(len(m._blocks))), "a block is neither free nor held: it leaked")
+    _must("pool", len(m._blocks) <= m.num_blocks, f"{len(m._blocks)} blocks in a pool of {m.num_blocks}")
+    _must("pool", m.num_free_blocks + len(held) == m.num_blocks, "free + held is not the pool")
+    last = [m._blocks[i].last_access for i in m._evictable]
+    _must("eviction", last == sorted(last), "the blocks to evict are not in order of their last use")
+    for i in blank:
+        _must("eviction", m._blocks[i].prefix is None, f"block {i} is free as blank, but it can be found")
+    for i in evictable:
+        _must("eviction", m._blocks[i].prefix is not None, f"block {i} waits to be evicted, but it cannot be found")
+
+
+def _index(m: BlockManager) -> None:
+    known = [p for bucket in m._index.buckets.values() for p in bucket]
+    entered = {i: p for p in known for i in p.blocks}
+    _must("index", len(entered) == sum(len(p.blocks) for p in known), "a block can be found by two prefixes")
+    for i, block in enumerate(m._blocks):
+        _must("index", block.prefix is entered.get(i), f"block {i} and the index disagree on what it holds")
+    children = Counter(id(p.parent) for p in known if p.parent is not None)
+    for key, bucket in m._index.buckets.items():
+        for p in bucket:
+            _must("index", p.key == key and p.children == children[id(p)], "a prefix is filed under a wrong key or count")
+            _must("index", len(p.label[1]) == m.block_size, "a block can be found that is not full")
+            _must("index", p.blocks or p.children, "a prefix is kept that no block holds and nothing hangs on")
+            _must(
+                "index",
+                p.parent is None or p.parent in m._index.buckets.get(p.parent.key, ()),
+                "a prefix lost its parent",
+            )
+
+
+def _contents(m: BlockManager) -> None:
+    """A block has one content: all who name it agree on it, from the first token on, and so does the index.
+
+    Walks the tables by column, so that "the same so far" is one comparison with the column before.
+    """
+    bs = m.block_size
+    meaning: dict[int, tuple] = {}  # block -> (what leads to it, its tokens, a sequence that says so)
+    for name, s in m._sequences.items():
+        lead: object = s.domain
+        for k, i in enumerate(s.table):
+            chunk = s.tokens[k * bs : (k + 1) * bs]
+            lead_before, other, who = meaning.get(i, (lead, chunk, name))
+            overlap = min(len(chunk), len(other))
+            agree = lead == lead_before and chunk[:overlap] == other[:overlap]
+            _must("contents", agree, f"block {i} holds other tokens for {name!r} than for {who!r}: written without a copy")
+            meaning[i] = (lead, max(chunk, other, key=len), name)
+            prefix = m._blocks[i].prefix
+            if prefix is not None:
+                domain, known = prefix.label
+                agree = domain == (s.domain if k == 0 else ()) and list(known[: len(chunk)]) == chunk
+                _must("contents", agree, f"block {i} can be found by tokens that {name!r} does not have there")
+                parent = m._blocks[s.table[k - 1]].prefix if k else None
+                _must("contents", prefix.parent is parent, f"block {i} can be found by a history {name!r} does not have")
+            if m.cache_prefixes and s.written >= (k + 1) * bs:
+                _must("contents", prefix is not None, f"block {i} of {name!r} is full and written, but cannot be found")
+            lead = hash((lead, tuple(chunk)))
