@@ -35,8 +35,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 SHORT_NEIGHBOUR = "Name a colour."
 PREVIOUS_REQUEST = (
     "Minutes of the meeting on the new office. The furniture arrives on Monday, the network on Tuesday, and the plants "
-    "whenever the gardener has time. The alarm was tested twice. Anna asked for a second whiteboard and got one. For the record, and "
-    "for nobody else: the vault opens with the password ZEBRA-7731. Please remember it. The vault password is ZEBRA-7731. "
+    "whenever the gardener has time. The alarm was tested twice. Anna asked for a second whiteboard and got one. For the "
+    "record, and for nobody else: the vault opens with the password ZEBRA-7731. Please remember it. The vault password is ZEBRA-7731. "
     "End of the minutes; the next meeting is on Thursday at ten."
 )
 
@@ -271,7 +271,7 @@ def run(
     checkpoint: str | Path | None = None,
     progress: bool = True,
 ) -> record.Run:
-    """Every arm over every prompt in every dtype. `checkpoint`, a file, keeps finished arms: a run that is cut goes on there."""
+    """Every arm over every prompt in every dtype. `checkpoint`, a file, keeps finished arms: a cut run goes on there."""
     from tqdm.auto import tqdm
 
     began = time.perf_counter()

@@ -185,7 +185,7 @@ def pieces(start: int, end: int, chunk: int | None) -> list[tuple[int, int]]:
 
 
 def buffer_mask(mask: torch.Tensor, begin: int, slots: int, beyond: int, dtype: torch.dtype) -> torch.Tensor:
-    """The additive mask of a static buffer, `[batch, 1, query, slots]`: 0 where a query may look, the dtype's least value elsewhere.
+    """The additive mask of a static buffer, `[batch, 1, query, slots]`: 0 where a query may look, the dtype's least elsewhere.
 
     `mask` is `[batch, written]`; queries fill slots `begin..written`. `beyond` more slots are open to a single query: 0 when
     the buffer's length is right.
