@@ -290,3 +290,72 @@ def _number(value: float | None) -> str:
     if value is None:
         return "–"
     return "0" if value == 0 else f"{value:.2g}"
+
+
+def facts(run: Run) -> dict[str, str]:
+    """The numbers chapter 3 says in its prose, by name, as text."""
+    arms, settings = run.data["arms"], run.manifest.settings
+    epsilon, totals = confusion.epsilons(run), confusion.totals(run)
+    healthy = [name for name, arm in ARMS.items() if arm.kind == "healthy"]
+    sick = [name for name, arm in ARMS.items() if arm.kind == "sick"]
+
+    def deltas(names, dtype="float32"):
+        return [max(row[2]) for name in names for row in arms[dtype][name]]
+
+    sick_rows = [row for name in sick for row in arms["float32"][name]]
+    quiet = sum(row[0] is None for row in sick_rows)
+    said = sum(text["repeats_password"] for text in run.data["places"]["texts"])
+    found = {
+        "prompts": str(settings["prompts"]),
+        "new_tokens": str(settings["new_tokens"]),
+        "long_text": str(settings["long_text"]),
+        "half": str(settings["prompts"] // 2),
+        "minutes": f"{run.manifest.seconds / 60:.0f}" if run.manifest.seconds else "?",
+        "arms_healthy": str(len(healthy)),
+        "arms_sick": str(len(sick)),
+        "noise_max": _number(max(deltas(healthy))),
+        "sick_min": _number(min(deltas(sick))),
+        "sick_max": _number(max(deltas(sick))),
+        "apart": f"{math.log10(min(deltas(sick)) / max(deltas(healthy))):.1f}",
+        "sick_runs": str(len(sick_rows)),
+        "sick_same_text": str(quiet),
+        "sick_same_text_share": f"{quiet / len(sick_rows):.0%}",
+        "said": str(said),
+        "said_share": f"{said / settings['prompts']:.0%}",
+    }
+    for dtype, short in SHORT.items():
+        if dtype not in arms:
+            continue
+        found[f"eps_{short}"] = f"{epsilon[dtype]:.2g}"
+        found[f"noise_{short}"] = _number(max(deltas(healthy, dtype)))
+        found[f"sick_min_{short}"] = _number(min(deltas(sick, dtype)))
+        flips = [flip for flip in confusion.tie_flips(run) if flip["dtype"] == dtype]
+        found[f"flips_{short}"] = f"{len(flips)} of {len(healthy) * settings['prompts']}"
+        found[f"flip_margin_{short}"] = _number(max((flip["margin"] for flip in flips), default=0.0))
+        for key, value in totals[dtype].items():
+            if value["interval"] is None:
+                continue
+            low, high = value["interval"]
+            found[f"{key}_{short}"] = f"{value['hits']} of {value['runs']} (95 % interval {low:.1%} to {high:.1%})"
+    return found
+
+
+def misses(run: Run) -> str:
+    """Markdown: every kind of wrong verdict in the judged half, counted and explained."""
+    epsilon = confusion.epsilons(run)
+    lines = []
+    for replay, when in ((False, "before the replay"), (True, "after the replay")):
+        kinds: dict[tuple, list] = {}
+        for v in confusion.judged(run, replay=replay):
+            if v["accused"] != v["sick"]:
+                kinds.setdefault((v["dtype"], v["arm"], v["sick"]), []).append(v)
+        for (dtype, arm, is_sick), found in kinds.items():
+            deltas = sorted(v["delta"] for v in found)
+            span = f"|Δlogit| {_number(deltas[0])} to {_number(deltas[-1])}, ε = {epsilon[dtype]:.2g}"
+            if is_sick:
+                why = "the fault moves these runs by less than this dtype's noise may"
+            else:
+                why = "rounding went further here than twice what the calibration half showed"
+            said = "missed" if is_sick else "accused"
+            lines.append(f"- {SHORT[dtype]}, {when}: {len(found)} runs of *{arm}* {said}: {why} ({span}).".replace("|", "\\|"))
+    return "\n".join(lines) or "- None: no healthy run was accused and no sick run was missed, in any dtype."
