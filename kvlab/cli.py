@@ -42,9 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """The command line's grammar."""
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument(
-        "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
-    )
+    common.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error")
     top = _Parser(
         prog="kvlab",
         description="Run a real model, share its KV cache well or badly, and prove which of the two happened.",
@@ -138,6 +136,7 @@ def _run(arguments: argparse.Namespace) -> None:
     if name not in known:
         raise UsageError(f"there is no experiment {name!r}.", f"There are: {', '.join(known)}.")
     import importlib
+    import inspect
 
     from kvlab.core.spec import canonical_dtype
     from kvlab.runtime import weights
@@ -151,7 +150,10 @@ def _run(arguments: argparse.Namespace) -> None:
     checkpoint = weights.home() / "runs" / f"{name}{'-quick' if arguments.quick else ''}.jsonl"
     if arguments.fresh:
         checkpoint.unlink(missing_ok=True)
-    run = importlib.import_module(f"kvlab.experiments.{name}").run(checkpoint=checkpoint, **options)
+    function = importlib.import_module(f"kvlab.experiments.{name}").run
+    if "dtypes" in options and "dtypes" not in inspect.signature(function).parameters:
+        raise UsageError(f"--dtype: {name} runs in fp32 only.", "Leave it out.")
+    run = function(checkpoint=checkpoint, **options)
     if arguments.quick and not arguments.out:
         print("A quick run: not saved. `--out DIR` saves it.")
     else:

@@ -11,15 +11,18 @@ import gzip
 import json
 import os
 import platform
+import zlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvlab.errors import KvlabError
+
 FORMAT = 1
 
 
-class RunError(Exception):
-    """A recorded run that cannot be read, found or saved; the message carries the remedy."""
+class RunError(KvlabError):
+    """A recorded run that cannot be read, found or saved."""
 
 
 @dataclass(frozen=True)
@@ -136,20 +139,22 @@ def load(experiment: str, device: str = "cpu", folder: str | Path | None = None)
     path = (Path(folder) if folder else results_folder()) / f"{experiment}-{device}.json.gz"
     if not path.exists():
         raise RunError(
-            f"no recorded run of {experiment!r} on {device!r} in {path.parent}: record it with `kvlab run {experiment}`"
+            f"there is no recorded run of {experiment!r} on {device!r} in {path.parent}.",
+            f"Record it: `kvlab run {experiment}`.",
         )
     return read(path)
 
 
 def read(path: str | Path) -> Run:
     """A run from its file. Raises RunError for a damaged file or another format."""
+    remedy = "Record it again with `kvlab run`."
     try:
         body = json.loads(gzip.decompress(Path(path).read_bytes()))
         if body["format"] != FORMAT:
-            raise RunError(f"{path}: format {body['format']}, this kvlab reads {FORMAT}: record the run again")
+            raise RunError(f"{path} has format {body['format']}; this kvlab reads {FORMAT}.", remedy)
         return Run(Manifest(**body["manifest"]), body["data"])
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{path}: not a readable run ({error}): record it again with `kvlab run`") from error
+    except (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error) as error:
+        raise RunError(f"{path} is not a readable run: {error}.", remedy) from error
 
 
 def recorded(folder: str | Path | None = None) -> list[Run]:

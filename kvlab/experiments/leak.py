@@ -41,8 +41,10 @@ def verdict(loaded: Loaded, reference: Trace, suspect: Trace) -> Verdict:
     return judge(compare(reference, suspect), noise_bound(compare(reference, run) for run in healthy), steps=suspect.steps)
 
 
-def run(name: str | None = None, *, device: str | None = None, quick: bool = False, progress: bool = True) -> record.Run:
-    """Both answers, token by token, and the verdict on the second. A few seconds; `quick` changes nothing."""
+def run(
+    name: str | None = None, *, device: str | None = None, quick: bool = False, checkpoint=None, progress: bool = True
+) -> record.Run:
+    """Both answers, token by token, and the verdict on the second. A few seconds: `quick` and `checkpoint` change nothing."""
     began = time.perf_counter()
     loaded = load(name, device=device, dtype="float32")
     manifest = record.manifest("leak", loaded, dtypes=["float32"], seed=0, settings={"new_tokens": NEW_TOKENS})
