@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import textwrap
+import threading
 import zipfile
 from dataclasses import asdict
 from pathlib import Path
@@ -140,7 +141,8 @@ def pip(made, tmp_path, monkeypatch):
         with open(os.path.join(os.environ["TMPDIR"], "half.whl"), "wb") as half:
             half.write(open(wheel, "rb").read()[:100])
         if does == "hang":
-            time.sleep(20)
+            time.sleep(15)
+            open({str(pid)!r} + ".end", "w").close()
         if does in ("copy", "damage"):
             os.makedirs(out)
             target = shutil.copy(wheel, out)
@@ -297,6 +299,7 @@ def test_an_interrupted_download_leaves_nothing(empty, pip, monkeypatch):
     assert nothing_half_done()
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid.read_text()), 0)
+    assert not pid.with_name("pip.pid.end").exists()  # stopped, not waited for
 
 
 def test_what_a_killed_process_left_is_swept(empty, made, monkeypatch):
@@ -324,17 +327,16 @@ def test_what_a_killed_process_left_is_swept(empty, made, monkeypatch):
 
 
 def test_a_second_fetch_waits_for_the_first(empty, made, capfd):
-    import threading
-
-    done = []
+    done, said = [], ""
+    second = threading.Thread(target=lambda: done.append(weights.fetch(empty, made[2])))
     with weights._workspace():
-        thread = threading.Thread(target=lambda: done.append(weights.fetch(empty, made[2])))
-        thread.start()
-        thread.join(timeout=3)
-        assert thread.is_alive() and not done and not weights.gguf_path(empty).exists()
-    thread.join(timeout=120)
-    assert done == [weights.folder(empty)]
-    assert "waiting for another process" in capfd.readouterr().err
+        second.start()
+        while second.is_alive() and "waiting for another process" not in said:
+            said += capfd.readouterr().err
+            second.join(timeout=0.1)
+        waited = second.is_alive() and not weights.gguf_path(empty).exists()
+    second.join()
+    assert waited and done == [weights.folder(empty)]
 
 
 # ---- what is there stays checked ------------------------------------------------------------------------------------

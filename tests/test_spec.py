@@ -91,9 +91,7 @@ def test_falcons_newer_decoder_is_told_by_the_architecture():
 
     config = transformers.FalconConfig(**FALCON, new_decoder_architecture=True, num_kv_heads=2)
     assert ModelSpec.from_config(config).kv_heads == 2
-    with (
-        torch.no_grad()
-    ):  # Transformers caches what it repeated to all query heads; from_config says so
+    with torch.no_grad():  # Transformers caches what it repeated to all query heads; from_config says so
         cache = transformers.FalconForCausalLM(config)(torch.tensor([[3, 4, 5]]), use_cache=True).past_key_values
     assert cache.layers[0].keys.shape[1] == 4
 
