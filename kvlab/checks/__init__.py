@@ -62,7 +62,8 @@ class Exercise:
             except LabStop:
                 raise
             except Exception as error:
-                raise Wrong(f"{self._title}: for {_call(self.name, case)} it raised {type(error).__name__}: {error}") from error
+                raised = f"For {_call(self.name, case)} it raised {type(error).__name__}: {error}"
+                raise Wrong(f"{self._title}: not yet. {self._named(answer) or raised}") from error
             if not same(given, case):
                 raise Wrong(f"{self._title}: {self.name} changed its arguments; leave them as they are and return a new value.")
             if not same(got, wanted):
@@ -73,10 +74,16 @@ class Exercise:
     def _title(self) -> str:
         return f"Exercise {self.number} ({self.name})"
 
-    def _explain(self, answer: Callable, case: tuple, got: Any, wanted: Any) -> str:
+    def _named(self, answer: Callable) -> str | None:
+        """What to say about the first mistake that does as the answer does on every case."""
         for mistake in self.mistakes:
-            if all(same(outcome(answer, c), outcome(mistake.code, c)) for c in self.cases):
-                return f"{self._title}: not yet. {mistake.says}"
+            if all(same(outcome(answer, case), outcome(mistake.code, case)) for case in self.cases):
+                return mistake.says
+        return None
+
+    def _explain(self, answer: Callable, case: tuple, got: Any, wanted: Any) -> str:
+        if says := self._named(answer):
+            return f"{self._title}: not yet. {says}"
         hint = " Nothing was returned: is there a return?" if got is None and wanted is not None else ""
         return (
             f"{self._title}: not yet. For {_call(self.name, case)} it gave {_show(got)}, and should give {_show(wanted)}.{hint}"
