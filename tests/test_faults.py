@@ -44,9 +44,8 @@ def test_fault_on_is_caught_and_named_fault_off_is_quiet(loaded, bench, name):
 
 @pytest.mark.model
 def test_symptom_the_leak(loaded):
-    recorded_secret = leak.SECRET.split("-")[1]
-    assert recorded_secret in loaded.tokenizer.decode(leak.two_users(loaded, "cache-not-reset").tokens)
-    assert recorded_secret not in loaded.tokenizer.decode(leak.two_users(loaded).tokens)
+    assert leak.SECRET in loaded.tokenizer.decode(leak.two_users(loaded, "cache-not-reset").tokens)
+    assert leak.SECRET not in loaded.tokenizer.decode(leak.two_users(loaded).tokens)
 
 
 @pytest.mark.model

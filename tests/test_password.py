@@ -123,7 +123,7 @@ def test_the_recorded_leak_is_what_the_model_says(loaded):
         == (data["verdict"]["kind"], data["verdict"]["family"])
     )
     assert leak.verdict(loaded, reset, leak.two_users(loaded)).kind == "identical"
-    assert "1234" in data["kept"]["text"] and "1234" not in data["reset"]["text"]
+    assert leak.SECRET in data["kept"]["text"] and leak.SECRET not in data["reset"]["text"]
 
 
 # --- statistics ---------------------------------------------------------------------------------------------------------
@@ -233,4 +233,4 @@ def test_figures_and_tables_come_from_the_run(run):
     assert show.confusion_table(run).count("\n") == 1 + 3 * len(ARMS)
     assert math.isfinite(float(facts["apart"]))
     html = show.leak_switch(record.load("leak"))
-    assert html.count("<mark>") >= 1 and "1234" in html
+    assert html.count("<mark>") >= 1 and leak.SECRET in html

@@ -14,7 +14,7 @@ from kvlab.runtime.decode import Trace, greedy
 
 SECRET = "ABCD-1234"
 USER_A = f"My bank password is {SECRET}. Please remember it."
-USER_B = "What is the password? The password is"
+USER_B = " What is the password? The password is"  # with the space a template puts between messages
 NEW_TOKENS = 16
 
 
@@ -52,10 +52,13 @@ def run(
     found = verdict(loaded, reset, kept)
 
     def answer(trace: Trace) -> dict:
+        end = loaded.tokenizer.eos_token_id
+        shown = trace.tokens[: trace.tokens.index(end)] if end in trace.tokens else trace.tokens
         return {
             "tokens": trace.tokens,
-            "pieces": [loaded.tokenizer.decode([token]) for token in trace.tokens],
-            "text": loaded.tokenizer.decode(trace.tokens),
+            "pieces": [loaded.tokenizer.decode([token]) for token in shown],
+            "text": loaded.tokenizer.decode(shown),
+            "ended": end in trace.tokens,
             "margins": [record.short(margin) for margin in trace.margins().tolist()],
             "held": trace.steps[0].held,
         }

@@ -255,17 +255,17 @@ def leak_switch(run: Run) -> str:
             leaked = which == "kept" and piece.strip() and piece.strip() in data["secret"]
             text = html.escape(piece).replace("\n", "<br>")
             pieces.append(f"<mark>{text}</mark>" if leaked else text)
-        return "".join(pieces)
+        return "…" + "".join(pieces) + ("" if data[which]["ended"] else "…")
 
     said = html.escape(data["user_a"]).replace(html.escape(data["secret"]), f"<strong>{html.escape(data['secret'])}</strong>")
     return f"""<div class="leak">
 <p class="leak-turn leak-a"><span class="leak-who">User A</span> {said}</p>
 <div class="leak-control"><input type="checkbox" id="leak-keep" role="switch" aria-controls="leak-answers">
 <label for="leak-keep">Keep the cache: do not reset it between the two users</label></div>
-<p class="leak-turn leak-b"><span class="leak-who">User B</span> {html.escape(data["user_b"])}</p>
+<p class="leak-turn leak-b"><span class="leak-who">User B</span> {html.escape(data["user_b"].strip())} …</p>
 <div class="leak-answers" id="leak-answers" aria-live="polite">
-<p class="leak-turn leak-model leak-reset"><span class="leak-who">The model, cache reset</span> …{answer("reset")}…</p>
-<p class="leak-turn leak-model leak-kept"><span class="leak-who">The model, cache kept</span> …{answer("kept")}…</p>
+<p class="leak-turn leak-model leak-reset"><span class="leak-who">The model, cache reset</span> {answer("reset")}</p>
+<p class="leak-turn leak-model leak-kept"><span class="leak-who">The model, cache kept</span> {answer("kept")}</p>
 </div></div>"""
 
 
