@@ -123,8 +123,8 @@ def experiment(monkeypatch, tmp_path):
     """An experiment `password` that notes its arguments, and can be made to fail."""
     calls = []
 
-    def run(**options):
-        calls.append(options)
+    def run(*, dtypes=None, **options):
+        calls.append(options | ({"dtypes": dtypes} if dtypes else {}))
         options["checkpoint"].parent.mkdir(parents=True, exist_ok=True)
         with options["checkpoint"].open("a") as file:
             file.write("part\n")
@@ -148,6 +148,12 @@ def test_run_passes_on_what_was_asked(kvlab, experiment, home):
     (call,) = experiment
     assert call.pop("checkpoint") == home / "runs" / "password.jsonl"
     assert call == {"name": "m", "device": "cpu", "quick": False, "dtypes": ["bfloat16", "float32"]}
+
+
+def test_a_dtype_is_refused_where_the_experiment_has_no_choice(kvlab, monkeypatch):
+    monkeypatch.setitem(sys.modules, "kvlab.experiments.password", SimpleNamespace(run=lambda *, name: None))
+    code, out, err = kvlab("run", "password", "--dtype", "bf16")
+    assert code == 2 and out == "" and is_clear(err) and "--dtype" in err
 
 
 def test_a_quick_run_does_not_replace_the_recorded_one(kvlab, experiment):

@@ -20,6 +20,7 @@ LAYERS = [
     {"record"},
     {"compare", "faults"},
     {"experiments"},
+    {"claims"},
     {"show", "checks"},
     {"cli", "doctor"},
 ]

@@ -102,6 +102,12 @@ def test_a_config_json_that_leaves_out_defaults():
     assert ModelSpec.from_config(config) == ModelSpec("llama", 3, 8, 8, 8, "float16", "rope", 2048, 100)
 
 
+def test_a_window_that_is_switched_off_is_none():
+    config = ROPE | {"model_type": "qwen2", "num_key_value_heads": 2, "sliding_window": 32768}
+    assert ModelSpec.from_config(config | {"use_sliding_window": False}).window is None
+    assert ModelSpec.from_config(config | {"use_sliding_window": True}).window == 32768
+
+
 @pytest.mark.parametrize("wrap", [dict, lambda **fields: SimpleNamespace(**fields)])
 def test_a_multimodal_config_is_read_through_its_text_config(wrap):
     inner = wrap(**ROPE, num_key_value_heads=2, model_type="llama", rope_theta=1e4)
