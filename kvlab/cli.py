@@ -4,7 +4,6 @@ Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
 """
 
 import argparse
-import ast
 import json
 import os
 import sys
@@ -122,12 +121,8 @@ def experiments() -> list[str]:
 
     An experiment is a module of `kvlab.experiments` with a function `run`.
     """
-    found = []
-    for path in sorted((Path(__file__).parent / "experiments").glob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        if any(isinstance(node, ast.FunctionDef) and node.name == "run" for node in tree.body):
-            found.append(path.stem)
-    return found
+    folder = Path(__file__).parent / "experiments"
+    return sorted(path.stem for path in folder.glob("*.py") if "\ndef run(" in path.read_text(encoding="utf-8"))
 
 
 def _run(arguments: argparse.Namespace) -> None:
