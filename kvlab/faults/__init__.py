@@ -76,4 +76,5 @@ def fault(name: str | None) -> Iterator[Fault | None]:
         setattr(owner, attribute, right)
 
 
+from kvlab.faults import blocks as _blocks  # noqa: E402, F401  (fills ZOO)
 from kvlab.faults import decoding as _decoding  # noqa: E402, F401  (fills ZOO)
