@@ -25,7 +25,7 @@ def chromium() -> str | None:
     return next((path for path in found if path), next((path for path in PLACES if Path(path).exists()), None))
 
 
-def launch(playwright):  # noqa: ANN001, ANN201 - playwright's types are for the tests only
+def launch(playwright):
     """Start the browser; raise `FileNotFoundError` with the remedy when there is none."""
     path = chromium()
     if path is None:

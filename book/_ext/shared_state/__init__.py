@@ -13,6 +13,7 @@ from pathlib import Path
 
 from sphinx.application import Sphinx
 from sphinx.config import Config
+from sphinx.environment import BuildEnvironment
 
 from . import figures, rerun, vendor
 
@@ -35,11 +36,20 @@ def note_own_files(app: Sphinx, config: Config) -> None:
     config.shared_state_code = _digest(Path(__file__).parent.glob("*.py"))
 
 
+def drop_removed_pages(app: Sphinx, env: BuildEnvironment, added: set[str], changed: set[str], removed: set[str]) -> list[str]:
+    """Delete the HTML of pages whose source is gone, which Sphinx leaves behind; no page is read again for it."""
+    if app.builder.format == "html":
+        for docname in removed:
+            Path(app.builder.get_outfilename(docname)).unlink(missing_ok=True)
+    return []
+
+
 def setup(app: Sphinx) -> dict[str, object]:
     """Connect the three parts to Sphinx."""
     app.add_config_value("shared_state_assets", "", "html")  # a change writes every page again
     app.add_config_value("shared_state_code", "", "env")  # a change reads every page again
     app.connect("config-inited", note_own_files)
+    app.connect("env-get-outdated", drop_removed_pages)
     figures.setup(app)
     vendor.setup(app)
     rerun.setup(app)

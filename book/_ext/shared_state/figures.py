@@ -63,7 +63,7 @@ class PlotlyRenderer(render.MimeRenderPlugin):
         if not alt_text(data.content.get("layout", {})):
             logger.warning(
                 'figure without a name: pass alt="…" to kvlab.show.theme.apply, or set layout.meta.alt or a title',
-                location=(renderer.document["source"], data.line),
+                location=(renderer.source, data.line),
                 type="shared_state",
                 subtype="alt",
             )
