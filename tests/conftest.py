@@ -1,6 +1,7 @@
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub: no test may touch the network
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait let others run: the browser tests share the cores
 
 import pytest
 
