@@ -1,0 +1,538 @@
+"""A block manager under the real model: is it as good as a cache of one's own, what does it hold, and how does it leak?
+
+Four scripted afternoons in one office, one for each fault of the manager: Ada tells her password, Ben asks for one. With the
+fault off Ben's answer is what he gets alone; with it on his block table names a block that Ada has written.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+import torch
+
+from kvlab import record
+from kvlab.compare import compare, judge, noise_bound
+from kvlab.core.blocks import BlockManager, InvariantError, OutOfBlocks
+from kvlab.core.scan import owner_scan
+from kvlab.core.trace import Trace as Log
+from kvlab.experiments import allocators
+from kvlab.experiments import prompts as make_prompts
+from kvlab.experiments.byhand import ByHand
+from kvlab.experiments.prompts import encode
+from kvlab.experiments.serving import serve
+from kvlab.faults import fault
+from kvlab.runtime import Loaded, load
+from kvlab.runtime.decode import Trace, greedy
+from kvlab.runtime.paged import PagedPool
+
+SEED = 5
+BLOCK_SIZE = 16
+NEW_TOKENS = 12
+SECRETS, QUICK_SECRETS = 12, 1
+PROMPTS, QUICK_PROMPTS = 12, 4
+BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+BEN = (
+    "Hello, this is Ben. Good morning to you all. I have a question about the office, and I hope that you have a minute for "
+    "me. It is about the door."
+)
+ASK = " What is the password? The password is"
+CYD = "Hello, this is Cyd. Which day is it today, and which month? I have to write a letter. " * 3
+LEAD = "Hello, this is Ada. Please take a note for me, and be so kind to keep it safe."
+SYSTEM = "You are a helpful assistant in an office. You answer in plain words and you are brief."
+
+
+class Office:
+    """One model, one pool, a manager, and its log. After every call the manager is audited; the first complaint is kept.
+
+    `manager` is anything with `BlockManager`'s constructor, such as `kvlab.experiments.byhand.ByHand`.
+    """
+
+    def __init__(
+        self, loaded: Loaded, num_blocks: int, *, cache_prefixes: bool = False, manager: Callable = BlockManager
+    ) -> None:
+        self.loaded, self.log = loaded, Log()
+        self.manager = manager(num_blocks, BLOCK_SIZE, cache_prefixes=cache_prefixes, trace=self.log)
+        self.pool = PagedPool(loaded.spec, num_blocks, BLOCK_SIZE, device=loaded.model.device, manager=self.manager)
+        self.complaint: dict | None = None
+
+    def start(self, name: Hashable, ids: Sequence[int], *, compute: bool = True) -> None:
+        """A new request; its K/V is computed unless `compute` is False."""
+        self.manager.allocate(name, ids)
+        self._after(f"{name} starts", name if compute else None)
+
+    def say(self, name: Hashable, ids: Sequence[int], *, compute: bool = True) -> None:
+        """More tokens of a request that is there."""
+        self.pool.append(name, ids)
+        self._after(f"{name} goes on", name if compute else None)
+
+    def fork(self, src: Hashable, dst: Hashable) -> None:
+        """A second branch of a request."""
+        self.manager.fork(src, dst)
+        self._after(f"{src} is forked into {dst}")
+
+    def end(self, name: Hashable, how: str = "ends") -> None:
+        """The request is over, whatever the reason."""
+        self.manager.free(name)
+        self._after(f"{name} {how}")
+
+    def answer(self, name: Hashable, new_tokens: int = NEW_TOKENS) -> Trace:
+        """The request's next tokens, greedily. Its last tokens must not be computed yet."""
+        ids = self.manager.tokens(name)
+        return serve(self.loaded, self.pool, {name: ids}, new_tokens, admit=lambda *_: None)[name].trace
+
+    @torch.inference_mode()
+    def _after(self, event: str, name: Hashable | None = None) -> None:
+        if name is not None:
+            self.loaded.model(**self.pool.inputs([name]), logits_to_keep=1)
+        if self.complaint is None:
+            try:
+                self.manager.check()
+            except InvariantError as error:
+                self.complaint = {"when": event, "rule": error.rule, "says": str(error)}
+
+
+# ---- four ways to say somebody else's password -----------------------------------------------------------------------
+
+
+def _two_branches(office: Office, secret: str) -> str:
+    """Ben and Ada are branches of one system prompt whose last block is half full. Both go on in it."""
+    ids = _ids(office)
+    office.start("system", ids(SYSTEM)[: BLOCK_SIZE + 1])
+    office.fork("system", "ben")
+    office.fork("system", "ada")
+    office.say("ben", ids(" Hello, this is Ben. Good morning to you all."))
+    office.say("ada", ids(f" The password is {secret}."))
+    return "ben"
+
+
+def _parent_ends(office: Office, secret: str) -> str:
+    """Two samples of Ben's request share its blocks. The first is finished; then Ada comes in."""
+    ids = _ids(office)
+    office.start("ben", ids(BEN)[: BLOCK_SIZE + 2])
+    office.fork("ben", "ben's second sample")
+    office.end("ben", "is finished")
+    office.start("ada", ids(f"Note: the password is {secret}. Keep it."))
+    return "ben's second sample"
+
+
+def _sample_cancelled(office: Office, secret: str) -> str:
+    """Two samples of Ben's request share its blocks. The second is cancelled; then Ada comes in."""
+    ids = _ids(office)
+    office.start("ben", ids(BEN)[: BLOCK_SIZE + 2])
+    office.fork("ben", "ben's second sample")
+    office.end("ben's second sample", "is cancelled")
+    office.start("ada", ids(f"Note: the password is {secret}. Keep it."))
+    return "ben"
+
+
+def _comes_again(office: Office, secret: str) -> str:
+    """Ben's prompt stays cached; under load Ada gets one of its blocks. Later Ben sends the same prompt and his question."""
+    ids = _ids(office)
+    prompt = ids(BEN)[: 2 * BLOCK_SIZE + 1]
+    office.start("ben", prompt)
+    office.end("ben", "is finished")
+    office.start("cyd", ids(CYD)[: 4 * BLOCK_SIZE])
+    office.start("ada", ids(LEAD)[:BLOCK_SIZE] + ids(f" The password is {secret}."))
+    office.end("cyd", "is finished")
+    office.end("ada", "is finished")
+    office.start("ben again", prompt + ids(ASK), compute=False)
+    return "ben again"
+
+
+def _ids(office: Office) -> Callable[[str], list[int]]:
+    return lambda text: encode(office.loaded.tokenizer, text)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A script and the fault that spoils it. `writer`'s password is what `victim` must not say."""
+
+    fault: str
+    play: Callable[[Office, str], str]
+    num_blocks: int
+    cache_prefixes: bool = False
+    writer: str = "ada"
+
+    @property
+    def what(self) -> str:
+        """What happens, in a sentence or two."""
+        return self.play.__doc__
+
+
+SCENES = {
+    scene.fault: scene
+    for scene in (
+        Scene("no-copy-on-write", _two_branches, 16),
+        Scene("fork-without-reference", _parent_ends, 16),
+        Scene("freed-on-cancel", _sample_cancelled, 16),
+        Scene("stale-hash", _comes_again, 7, cache_prefixes=True),
+    )
+}
+
+
+@dataclass
+class Told:
+    """One scene played: who answered what, what the audit said and when, what the owner scan found in the log."""
+
+    victim: str
+    trace: Trace
+    text: str
+    complaint: dict | None
+    findings: list[str]
+    log: Log
+
+
+def play(
+    loaded: Loaded,
+    scene: str | Scene,
+    broken: bool,
+    *,
+    secret: str = "ABCD-1234",
+    manager: Callable = BlockManager,
+    new_tokens: int = NEW_TOKENS,
+) -> Told:
+    """Play a scene of SCENES, with its fault switched on or off. Ben asks at the end."""
+    scene = SCENES[scene] if isinstance(scene, str) else scene
+    with fault(scene.fault if broken else None):
+        office = Office(loaded, scene.num_blocks, cache_prefixes=scene.cache_prefixes, manager=manager)
+        victim = scene.play(office, secret)
+        if office.manager.num_committed(victim) == len(office.manager.tokens(victim)):
+            office.say(victim, encode(loaded.tokenizer, ASK), compute=False)
+        trace = office.answer(victim, new_tokens)
+    findings = [str(finding) for finding in owner_scan(office.log)]
+    return Told(victim, trace, loaded.tokenizer.decode(trace.tokens), office.complaint, findings, office.log)
+
+
+def alone(loaded: Loaded, told: Told) -> Trace:
+    """The victim's own words through a fresh cache of its own: what it should have said."""
+    return greedy(loaded, [told.trace.prompt], len(told.trace.tokens))[0]
+
+
+def said(secret: str, text: str) -> str:
+    """How much of a secret a text holds: "all", "part" (one of its parts of four or more characters), or "none"."""
+    if secret in text:
+        return "all"
+    return "part" if any(len(part) > 3 and part in text for part in secret.split("-")) else "none"
+
+
+def secrets(count: int, seed: int = SEED) -> list[str]:
+    """ABCD-1234 and more of its shape, from a seed."""
+    draw = random.Random(seed)
+    return (["ABCD-1234"] + [make_prompts.SHAPES["letters-digits"](draw) for _ in range(count)])[:count]
+
+
+def _scenes(loaded: Loaded, epsilon: float, count: int, bar) -> dict:
+    out: dict[str, dict] = {}
+    for name in SCENES:
+        rows = []
+        for secret in secrets(count):
+            healthy, sick = play(loaded, name, False, secret=secret), play(loaded, name, True, secret=secret)
+            reference = alone(loaded, healthy)
+            calm, ill = compare(reference, healthy.trace), compare(reference, sick.trace)
+            verdict = judge(ill, epsilon)
+            rows.append(
+                {
+                    "secret": secret,
+                    "healthy": {"text": healthy.text, "said": said(secret, healthy.text), "delta": record.short(calm.delta)},
+                    "sick": {"text": sick.text, "said": said(secret, sick.text), "delta": record.short(ill.delta)},
+                    "healthy_caught": bool(healthy.complaint or healthy.findings),
+                    "healthy_verdict": judge(calm, epsilon).kind,
+                    "verdict": verdict.kind,
+                    "complaint": sick.complaint,
+                    "findings": sick.findings,
+                }
+            )
+            bar.update()
+        out[name] = {"victim": healthy.victim, "writer": SCENES[name].writer, "what": SCENES[name].what, "rows": rows}
+    return out
+
+
+# ---- as good as a cache of one's own ---------------------------------------------------------------------------------
+
+
+def _in_pieces(pool: PagedPool, loaded: Loaded, limit: int = 7) -> Callable:
+    @torch.inference_mode()
+    def admit(pool: PagedPool, name: Hashable, ids: Sequence[int]) -> None:
+        pool.manager.allocate(name, ids)
+        while len(ids) - pool.manager.num_committed(name) > limit:
+            loaded.model(**pool.inputs([name], limit=limit), logits_to_keep=1)
+
+    return admit
+
+
+def paged_arms(loaded: Loaded, rows: Sequence[list[int]], new_tokens: int, *, manager: Callable = BlockManager) -> dict:
+    """Each prompt in several ways over a block manager: arm → one Trace a prompt.
+
+    alone, in one prefill · in pieces of 7 tokens · as rows of one batch, of different lengths · as a fork that found all but its
+    last tokens in its parent's blocks.
+    """
+    blocks = 4 + sum(-(-(len(row) + new_tokens) // BLOCK_SIZE) for row in rows) * 2
+
+    def pool() -> PagedPool:
+        made = manager(blocks, BLOCK_SIZE, cache_prefixes=True)
+        return PagedPool(loaded.spec, blocks, BLOCK_SIZE, device=loaded.model.device, manager=made)
+
+    @torch.inference_mode()
+    def as_a_fork(pool: PagedPool, name: Hashable, ids: Sequence[int]) -> None:
+        pool.manager.allocate(("parent", name), [*ids[:-2], 1])
+        loaded.model(**pool.inputs([("parent", name)]), logits_to_keep=1)
+        pool.manager.share_prefix(("parent", name), name, len(ids) - 2)
+        pool.append(name, ids[-2:])
+
+    named = dict(enumerate(rows))
+    arms: dict[str, list[Trace]] = {}
+    arms["alone"] = [serve(loaded, pool(), {n: row}, new_tokens)[n].trace for n, row in named.items()]
+    shared = pool()
+    arms["in pieces"] = [
+        serve(loaded, shared, {n: row}, new_tokens, admit=_in_pieces(shared, loaded))[n].trace for n, row in named.items()
+    ]
+    arms["as rows of a batch"] = [served.trace for served in serve(loaded, pool(), named, new_tokens).values()]
+    arms["as a fork"] = [served.trace for served in serve(loaded, pool(), named, new_tokens, admit=as_a_fork).values()]
+    return arms
+
+
+def _equal(loaded: Loaded, count: int, bar) -> dict:
+    rows = [list(prompt.ids) for prompt in make_prompts.make(loaded.tokenizer, count, SEED)]
+    reference = [greedy(loaded, [row], NEW_TOKENS // 2)[0] for row in rows]
+    chunked = [greedy(loaded, [row], NEW_TOKENS // 2, chunk=3)[0] for row in rows]
+    batch = greedy(loaded, rows, NEW_TOKENS // 2)
+    own = [compare(a, b) for other in (chunked, batch) for a, b in zip(reference, other)]
+    bar.update()
+    out: dict = {"prompts": count, "dynamic": record.short(max(d.delta for d in own)), "arms": {}}
+    found = []
+    for label, manager in (("BlockManager", BlockManager), ("by hand", ByHand)):
+        for arm, traces in paged_arms(loaded, rows, NEW_TOKENS // 2, manager=manager).items():
+            differences = [compare(a, b) for a, b in zip(reference, traces)]
+            found += differences
+            out["arms"][f"{arm}, {label}"] = {
+                "delta": record.short(max(d.delta for d in differences)),
+                "flips": sum(d.first is not None for d in differences),
+            }
+            bar.update()
+    out["epsilon"] = record.short(noise_bound(own + found[0::2]))
+    pool = PagedPool(loaded.spec, 8, BLOCK_SIZE, device=loaded.model.device)
+    spec = loaded.spec
+    predicted = 2 * spec.layers * spec.kv_heads * spec.head_dim * pool.keys.element_size() * BLOCK_SIZE
+    out["block_bytes"] = {"predicted": predicted, "measured": pool.block_nbytes}
+    return out
+
+
+# ---- a working day, for the map --------------------------------------------------------------------------------------
+
+OWNERS = ("A", "B", "C", "D", "E", "F")
+
+
+def working_day(num_blocks: int = 48, ticks: int = 60, seed: int = SEED) -> dict:
+    """Six users, one system prompt, forks, cancellations, a pool that runs full: bookkeeping only, a snapshot a tick.
+
+    Returns `states`, per tick and block "free", "found" (free, and findable) or the owners' letters, and `stories`, per block
+    the log's lines about it with the tick they belong to.
+    """
+    draw = random.Random(seed)
+    log = Log()
+    manager = BlockManager(num_blocks, BLOCK_SIZE, trace=log)
+    system = [draw.randrange(1000) for _ in range(2 * BLOCK_SIZE + 5)]
+    left: dict[str, int] = {}
+    states: list[list[str]] = []
+    stories: list[list[list]] = [[] for _ in range(num_blocks)]
+    names = read = turned_away = 0
+    for tick in range(ticks):
+        if draw.random() < 0.7:
+            owner = draw.choice(OWNERS)
+            name, names = f"{owner}{names}", names + 1
+            tokens = system + [draw.randrange(1000) for _ in range(draw.randrange(8, 70))]
+            if manager.can_allocate(tokens):
+                manager.allocate(name, tokens, owner=owner)
+                manager.commit(name, len(tokens))
+                left[name] = draw.randrange(4, 16)
+                if draw.random() < 0.3:
+                    manager.fork(name, f"{name}'", owner=owner)
+                    left[f"{name}'"] = draw.randrange(4, 16)
+            else:
+                turned_away += 1
+        for name in list(left):
+            left[name] -= 1
+            try:
+                for _ in range(5):
+                    manager.append_token(name, draw.randrange(1000))
+                manager.commit(name, len(manager.tokens(name)))
+            except OutOfBlocks:
+                left[name] = 0
+            if left[name] <= 0 or draw.random() < 0.02:
+                manager.free(name)
+                del left[name]
+        manager.check()
+        states.append([_state(manager, i) for i in range(num_blocks)])
+        for event in list(log)[read:]:
+            if event.block is not None:
+                stories[event.block].append([tick, event.what, event.request_id, event.start, event.stop])
+        read = len(log)
+    return {"states": states, "stories": stories, "requests": names, "turned_away": turned_away}
+
+
+def _state(manager: BlockManager, block: int) -> str:
+    info = manager.block(block)
+    if info.owners:
+        return "".join(sorted(info.owners))
+    return "found" if info.block_hash else "free"
+
+
+# ---- counts that leak ------------------------------------------------------------------------------------------------
+
+
+def leaking(sharing: bool, broken: bool, *, requests: int = 120, num_blocks: int = 256, seed: int = SEED) -> dict:
+    """Requests with two samples each. With `sharing` the second is a fork, else a copy. Blocks held after each request.
+
+    `broken` switches "leaked-reference" on. Stops when a request finds no room. Returns the history and every block still
+    counted at the end: [block, created, last access, whether any live request's table names it].
+    """
+    draw = random.Random(seed)
+    manager = BlockManager(num_blocks, BLOCK_SIZE, cache_prefixes=False)
+    history, live = [], []
+    complaint = None
+    with fault("leaked-reference" if broken else None):
+        for n in range(requests):
+            prompt = [draw.randrange(1000) for _ in range(draw.randrange(20, 90))]
+            more = [draw.randrange(1000) for _ in range(draw.randrange(10, 60))]
+            try:
+                manager.allocate((n, 1), prompt, owner=f"request {n}")
+                if sharing:
+                    manager.fork((n, 1), (n, 2), owner=f"request {n}")
+                else:
+                    manager.allocate((n, 2), prompt, owner=f"request {n}")
+                manager.append((n, 1), more)
+                manager.append((n, 2), more)
+            except OutOfBlocks:
+                break
+            live += [(n, 1), (n, 2)]
+            while len(live) > 8:
+                manager.free(live.pop(0))
+            history.append(num_blocks - manager.num_free_blocks)
+            if complaint is None:
+                try:
+                    manager.check()
+                except InvariantError as error:
+                    complaint = {"request": n, "says": str(error)}
+    named = {block for name in live if name in manager.sequences for block in manager.block_table(name)}
+    blocks = []
+    for i in range(num_blocks):
+        info = manager.block(i)
+        if info.ref_count:
+            blocks.append([i, info.created, info.last_access, i in named])
+    return {"held": history, "served": len(history), "blocks": blocks, "complaint": complaint}
+
+
+# ---- how large a block -----------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def step_seconds(loaded: Loaded, block_size: int, *, rows: int = 4, length: int = 256, steps: int = 5) -> float:
+    """Median seconds of a decode step of `rows` requests of `length` tokens. Only ratios within one run mean anything."""
+    blocks = rows * -(-(length + steps + 2) // block_size)
+    pool = PagedPool(loaded.spec, blocks, block_size, device=loaded.model.device, cache_prefixes=False)
+    for row in range(rows):
+        pool.manager.allocate(row, [row + 1] * length)
+    loaded.model(**pool.inputs(range(rows)), logits_to_keep=1)
+    times = []
+    for _ in range(steps):
+        for row in range(rows):
+            pool.append(row, [row + 1])
+        began = time.perf_counter()
+        loaded.model(**pool.inputs(range(rows)), logits_to_keep=1)
+        if loaded.device.startswith("cuda"):
+            torch.cuda.synchronize(loaded.device)
+        times.append(time.perf_counter() - began)
+    return median(times)
+
+
+def _usage(usage: allocators.Usage) -> dict:
+    keys = ("written", "to_come", "never", "free", "of_held", "running", "entries", "preempted", "mean_length")
+    return {key: record.short(getattr(usage, key)) for key in keys}
+
+
+def utilisation(spread: float = 1.0, workload: str = "ShareGPT", *, steps: int = 2000) -> dict:
+    """Policy → averages of the simulation (see `kvlab.experiments.allocators`), with a buddy allocator and merely counted."""
+    waiting = allocators.requests(workload, 4000, spread, SEED)
+    out = {}
+    for policy in allocators.POLICIES:
+        out[policy] = _usage(allocators.simulate(policy, waiting, steps=steps))
+        if policy != "paged":
+            counted = allocators.simulate(policy, waiting, steps=steps, allocator=allocators.Counter)
+            out[policy]["counted"] = record.short(counted.written)
+    return out
+
+
+def block_sizes(sizes: Sequence[int] = BLOCK_SIZES, *, steps: int = 2000) -> dict[int, dict]:
+    """Block size → averages of the paged simulation."""
+    waiting = allocators.requests("ShareGPT", 4000, 1.0, SEED)
+    return {size: _usage(allocators.simulate("paged", waiting, block_size=size, steps=steps)) for size in sizes}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def run(
+    name: str | None = None, *, device: str | None = None, quick: bool = False, checkpoint=None, progress: bool = True
+) -> record.Run:
+    """Everything above, on the model and as bookkeeping. Some minutes; `checkpoint` is not needed."""
+    from tqdm.auto import tqdm
+
+    began = time.perf_counter()
+    count, prompts = (QUICK_SECRETS, QUICK_PROMPTS) if quick else (SECRETS, PROMPTS)
+    steps = 300 if quick else 2000
+    loaded = load(name, device=device, dtype="float32")
+    manifest = record.manifest(
+        "blocks",
+        loaded,
+        dtypes=["float32"],
+        seed=SEED,
+        settings={
+            "block_size": BLOCK_SIZE,
+            "secrets": count,
+            "prompts": prompts,
+            "new_tokens": NEW_TOKENS,
+            "slots": allocators.SLOTS,
+            "max_length": allocators.MAX_LENGTH,
+            "steps": steps,
+        },
+        flags="--quick" if quick else "",
+    )
+    spreads = (1.0,) if quick else (0.5, 1.0, 1.5)
+    bar = tqdm(total=9 + len(SCENES) * count + 2 * len(spreads) + 2, unit="part", disable=not progress, desc="equality")
+    equal = _equal(loaded, prompts, bar)
+    bar.set_description("four faults")
+    scenes = _scenes(loaded, equal["epsilon"], count, bar)
+    bar.set_description("utilisation")
+    use: dict = {}
+    for workload in allocators.WORKLOADS:
+        use[workload] = {}
+        for spread in spreads:
+            use[workload][str(spread)] = utilisation(spread, workload, steps=steps)
+            bar.update()
+    bar.set_description("block sizes")
+    sizes = {str(size): found for size, found in block_sizes(steps=steps).items()}
+    bar.update()
+    seconds = {size: step_seconds(loaded, size) for size in BLOCK_SIZES}
+    for size in BLOCK_SIZES:
+        sizes[str(size)]["step_ratio"] = record.short(seconds[size] / seconds[BLOCK_SIZE], 3)
+    bar.update()
+    bar.close()
+    data = {
+        "equal": equal,
+        "scenes": scenes,
+        "utilisation": use,
+        "block_sizes": sizes,
+        "token_bytes": equal["block_bytes"]["measured"] // BLOCK_SIZE,
+        "day": working_day(),
+        "leak": {
+            "copies": leaking(False, False),
+            "sharing": leaking(True, False),
+            "sharing, leaking": leaking(True, True),
+        },
+    }
+    return record.Run(replace(manifest, seconds=round(time.perf_counter() - began, 1)), data)
