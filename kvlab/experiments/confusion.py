@@ -41,17 +41,20 @@ def epsilons(run: Run) -> dict[str, float]:
 
 
 def judged(run: Run, *, replay: bool = True) -> list[dict]:
-    """Every run of the odd prompts with its verdict. `replay`: low-precision runs called noise are replayed in fp32."""
+    """Every run of the odd prompts with its verdict. `replay`: low-precision runs called noise are replayed in fp32.
+
+    `ended_before`: a token flipped, which ends the comparison, before the step at which the fault acts in fp32.
+    """
     epsilon = epsilons(run)
     out = []
     for dtype, arms in run.data["arms"].items():
         for name, rows in arms.items():
             for index in range(1, len(rows), 2):
                 difference, log = difference_of(rows[index]), rows[index][4]
-                again = None
-                if replay and dtype != "float32":
-                    again = difference_of(run.data["arms"]["float32"][name][index]), epsilon["float32"]
+                in_fp32 = difference_of(run.data["arms"]["float32"][name][index])
+                again = (in_fp32, epsilon["float32"]) if replay and dtype != "float32" else None
                 verdict = judge(difference, epsilon[dtype], replay=again)
+                acts_at = in_fp32.onset(epsilon["float32"])
                 fault = ZOO[ARMS[name].fault] if ARMS[name].fault else None
                 out.append(
                     {
@@ -62,6 +65,7 @@ def judged(run: Run, *, replay: bool = True) -> list[dict]:
                         "delta": difference.delta,
                         "flip": difference.first is not None,
                         "margin": difference.margin,
+                        "ended_before": acts_at is not None and len(difference.deltas) <= acts_at,
                         "kind": verdict.kind,
                         "accused": verdict.kind == "state fault",
                         "replayed": verdict.replayed,

@@ -348,11 +348,13 @@ def misses(run: Run) -> str:
         kinds: dict[tuple, list] = {}
         for v in confusion.judged(run, replay=replay):
             if v["accused"] != v["sick"]:
-                kinds.setdefault((v["dtype"], v["arm"], v["sick"]), []).append(v)
-        for (dtype, arm, is_sick), found in kinds.items():
+                kinds.setdefault((v["dtype"], v["arm"], v["sick"], v["ended_before"]), []).append(v)
+        for (dtype, arm, is_sick, ended), found in kinds.items():
             deltas = sorted(v["delta"] for v in found)
             span = f"|Δlogit| {_number(deltas[0])} to {_number(deltas[-1])}, ε = {epsilon[dtype]:.2g}"
-            if is_sick:
+            if ended:
+                why = "a near-tie flipped first, by rounding, and the comparison ended before the fault acted"
+            elif is_sick:
                 why = "the fault moves these runs by less than this dtype's noise may"
             else:
                 why = "rounding went further here than twice what the calibration half showed"
