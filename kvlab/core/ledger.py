@@ -1,0 +1,300 @@
+"""The KV memory ledger: how many bytes a token, a request and a pool take, and what fits on a card.
+
+The formula of a cache that holds keys and values:
+
+    bytes = 2 · layers · kv_heads · (bytes of one head's vector) · tokens · beams · requests
+
+2 for K and V. What varies from engine to engine is the number of tokens a layer really holds: a sliding window caps it, a
+pool of blocks rounds it up. Every quantity is a whole number of bytes. The page's calculator (`book/assets/js/ledger.js`)
+is the same arithmetic; a test keeps the two equal to the byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvlab.core.spec import ModelSpec, canonical_dtype
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+GB = 10**9
+
+
+@dataclass(frozen=True)
+class Format:
+    """How numbers are kept.
+
+    Attributes:
+        name: what it is called.
+        bits: of one number.
+        group: how many numbers share a scale; 0: there are no scales.
+        scale_bits: what is kept for each group: its scale, and its zero point if it has one.
+    """
+
+    name: str
+    bits: int
+    group: int = 0
+    scale_bits: int = 0
+
+    def __post_init__(self) -> None:
+        if self.bits < 1 or self.group < 0 or self.scale_bits < 0 or self.scale_bits % 8:
+            raise ValueError(
+                f"format {self.name!r}: bits must be at least 1, group and scale_bits 0 or more, scales whole bytes"
+            )
+
+
+FORMATS: dict[str, Format] = {
+    form.name: form
+    for form in (
+        Format("float64", 64),
+        Format("float32", 32),
+        Format("bfloat16", 16),
+        Format("float16", 16),
+        Format("float8", 8),  # one scale for a whole layer, which is not counted
+        Format("int8", 8, group=32, scale_bits=16),  # ggml's q8_0: 34 bytes for 32 numbers
+        Format("int4", 4, group=32, scale_bits=16),  # ggml's q4_0: 18 bytes for 32 numbers
+    )
+}
+
+
+def find_format(form: str | Format) -> Format:
+    """A format by its name or a short form of it (`"bf16"`, `"fp8"`). Raises ValueError for an unknown one."""
+    if isinstance(form, Format):
+        return form
+    name = {"fp8": "float8"}.get(str(form).lower(), str(form).lower())
+    if name not in FORMATS:
+        try:
+            name = canonical_dtype(name)
+        except ValueError:
+            raise ValueError(f"format {form!r} is unknown; use one of {', '.join(FORMATS)}") from None
+    return FORMATS[name]
+
+
+def stored_bytes(numbers: int, form: str | Format) -> int:
+    """Bytes of `numbers` numbers with their scales. A last group that is not full has a scale like any other."""
+    form = find_format(form)
+    scales = _up(numbers, form.group) * form.scale_bits // 8 if form.group else 0
+    return _up(numbers * form.bits, 8) + scales
+
+
+def kv_heads(spec: ModelSpec) -> int:
+    """Heads a layer keeps keys and values for. Query heads keep nothing: in GQA several of them read one K/V head."""
+    return spec.kv_heads
+
+
+def token_bytes(spec: ModelSpec, form: str | Format | None = None) -> int:
+    """Bytes of one token's keys and values over all layers. `form`: how they are kept, by default the spec's dtype."""
+    return 2 * spec.layers * kv_heads(spec) * stored_bytes(spec.head_dim, form or spec.dtype)
+
+
+def latent_token_bytes(layers: int, rank: int, rope_dim: int, form: str | Format) -> int:
+    """Bytes of one token under multi-head latent attention (MLA).
+
+    A layer keeps one latent vector of `rank` numbers, from which the keys and values of all heads are computed, and one
+    rotated key part of `rope_dim` numbers that the heads share. There is no 2 and no number of heads. Source: DeepSeek-V2,
+    arXiv 2405.04434, section 2.1.
+    """
+    return layers * (stored_bytes(rank, form) + stored_bytes(rope_dim, form))
+
+
+def windowed_layers(config: Any) -> int:
+    """How many layers of a Hugging Face config (object or dict) see a sliding window only."""
+    get = config.get if isinstance(config, Mapping) else lambda key: getattr(config, key, None)
+    inner = get("text_config")
+    if inner is not None:
+        return windowed_layers(inner)
+    kinds = get("layer_types")
+    if kinds:
+        return sum(kind == "sliding_attention" for kind in kinds)
+    spec = ModelSpec.from_config(config)
+    return spec.layers if spec.window else 0
+
+
+def blocks(tokens: int, block: int, window: int | None = None) -> int:
+    """Blocks of `block` tokens that a sequence of `tokens` holds in one layer, at the most while it grows.
+
+    With a sliding window a block is given back once its last token has left the window. A window of w tokens rarely starts
+    at a block's edge: it touches up to ⌈(w − 1) / block⌉ + 1 blocks.
+    """
+    _at_least("block", block, 1)
+    whole = _up(tokens, block)
+    return whole if window is None else min(whole, _up(window - 1, block) + 1)
+
+
+def request_bytes(
+    spec: ModelSpec,
+    tokens: int,
+    *,
+    form: str | Format | None = None,
+    beams: int = 1,
+    block: int = 1,
+    windowed: int | None = None,
+) -> int:
+    """Bytes of one request of `tokens` tokens, prompt and answer together.
+
+    Args:
+        spec: the model's shape.
+        tokens: its length.
+        form: how K and V are kept; by default the spec's dtype.
+        beams: sequences that are kept beside each other, each with a cache of its own.
+        block: tokens are handed out in blocks of this many; 1: singly.
+        windowed: layers with the spec's sliding window; by default all of them, if it has one.
+
+    Raises:
+        ValueError: a count below its least value, or more windowed layers than layers.
+    """
+    for name, value, least in (("tokens", tokens, 0), ("beams", beams, 1), ("block", block, 1)):
+        _at_least(name, value, least)
+    if windowed is None:
+        windowed = spec.layers if spec.window else 0
+    if not 0 <= windowed <= (spec.layers if spec.window else 0):
+        raise ValueError(f"windowed is {windowed}: the model has {spec.layers} layers and window {spec.window}")
+    one_layer = token_bytes(replace(spec, layers=1), form)
+    full, near = blocks(tokens, block) * block, blocks(tokens, block, spec.window) * block
+    return beams * one_layer * ((spec.layers - windowed) * full + windowed * near)
+
+
+def shared_beams(prompt: int, new: int, beams: int, block: int) -> int:
+    """Blocks that `beams` continuations of one prompt hold when they share its blocks: at most, all parting at once.
+
+    The prompt's full blocks are held once. Its last block, if it is not full, is copied by each beam that writes into it.
+    """
+    full = prompt // block
+    return full + beams * (_up(prompt + new, block) - full)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a ledger is asked for.
+
+    Attributes:
+        spec, windowed: the model's shape, and how many of its layers have its sliding window.
+        parameters: number of weights.
+        memory: of the card, in bytes.
+        context: tokens of a request, prompt and answer together.
+        batch: requests at once.
+        form, weight_form: how K and V, and how the weights, are kept.
+        beams, block: see `request_bytes`.
+        activations: bytes kept free for everything that is neither weights nor K/V.
+        watermark: share of `memory` that may be used at all; the rest is headroom.
+    """
+
+    spec: ModelSpec
+    parameters: int
+    memory: int
+    context: int
+    batch: int = 1
+    windowed: int = 0
+    form: str = "bfloat16"
+    weight_form: str = "bfloat16"
+    beams: int = 1
+    block: int = 16
+    activations: int = GIB
+    watermark: float = 0.9
+
+    def __post_init__(self) -> None:
+        for name, least in (("parameters", 0), ("memory", 1), ("context", 1), ("batch", 1), ("activations", 0)):
+            _at_least(name, getattr(self, name), least)
+        if not 0 < self.watermark <= 1:
+            raise ValueError(f"watermark is {self.watermark}: give the share of memory that may be used, such as 0.9")
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What fits. All in bytes, but for `requests` and `longest`.
+
+    Attributes:
+        token, request, kv: K/V of a token, of a request of the setting's length, of the whole batch.
+        weights: of the model.
+        limit: what may be used of the card, `memory · watermark`.
+        room: what is left of it for K/V; below 0 the weights alone do not fit.
+        requests: how many requests of the setting's length fit at once.
+        longest: the longest context, up to the model's own, at which the setting's batch fits; 0: none.
+        longest_alone: the same for one request with the card to itself.
+    """
+
+    token: int
+    request: int
+    kv: int
+    weights: int
+    limit: int
+    room: int
+    requests: int
+    longest: int
+    longest_alone: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether the whole batch fits."""
+        return self.kv <= self.room
+
+
+def ledger(setting: Setting) -> Ledger:
+    """Work out a setting: max batch = (memory · watermark − weights − activations) / K/V of a request, rounded down."""
+    s = setting
+
+    def request(tokens: int) -> int:
+        return request_bytes(s.spec, tokens, form=s.form, beams=s.beams, block=s.block, windowed=s.windowed)
+
+    weights = stored_bytes(s.parameters, s.weight_form)
+    limit = int(s.memory * s.watermark)
+    room = limit - weights - s.activations
+    one = request(s.context)
+    return Ledger(
+        token=token_bytes(s.spec, s.form),
+        request=one,
+        kv=s.batch * one,
+        weights=weights,
+        limit=limit,
+        room=room,
+        requests=max(0, room // one),
+        longest=_longest(room // s.batch, request, s.spec.max_context),
+        longest_alone=_longest(room, request, s.spec.max_context),
+    )
+
+
+def _longest(room: int, request, most: int) -> int:
+    """The largest number of tokens up to `most` whose request fits into `room`, by bisection: a request never shrinks."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        if request(middle) <= room:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def sentence(setting: Setting, found: Ledger | None = None) -> str:
+    """The ledger in words: what the model supports, and what fits on this card."""
+    found = found or ledger(setting)
+    s = setting
+    said = f"{s.spec.name} supports {s.spec.max_context:,} tokens; "
+    if found.room < 0:
+        return said + "on this card its weights alone do not fit."
+    if found.longest_alone == 0:
+        return said + "on this card its weights fit, and no request beside them."
+    said += f"on this card {found.longest_alone:,} fit, for one request. "
+    many = "request" if found.requests == 1 else "requests"
+    beyond = " (more than it supports)" if s.context > s.spec.max_context else ""
+    return said + f"Of {s.context:,} tokens each{beyond}, {found.requests:,} {many} fit at once."
+
+
+def human(size: int) -> str:
+    """Bytes as people read them, in powers of 1024: `"1.50 GiB"`."""
+    sign, size = ("−", -size) if size < 0 else ("", size)
+    for name, unit in (("TiB", 1 << 40), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if size >= unit:
+            hundredths = int(size / unit * 100 + 0.5)  # not round(): it takes halves to even, which JavaScript does not
+            return f"{sign}{hundredths // 100}.{hundredths % 100:02d} {name}"
+    return f"{sign}{size} B"
+
+
+def _up(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, not {value!r}")
