@@ -14,42 +14,43 @@ from typing import Any
 from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 
-# source under node_modules -> destination under _static/vendor; a folder is copied whole
+WIDGETS = "@jupyter-widgets/html-manager/dist"  # where embed-amd.js looks for its icons, under the folder it is given
+# pattern under node_modules -> folder under _static/vendor
 NPM = {
-    "requirejs/require.js": "require.js",
-    "@jupyter-widgets/html-manager/dist/embed-amd.js": "widgets/embed-amd.js",
-    "mathjax/es5/tex-chtml.js": "mathjax/tex-chtml.js",
-    "mathjax/es5/output/chtml/fonts/woff-v2": "mathjax/output/chtml/fonts/woff-v2",
-    "@fontsource-variable/literata/files/literata-latin-wght-normal.woff2": "fonts/literata.woff2",
-    "@fontsource-variable/literata/files/literata-latin-wght-italic.woff2": "fonts/literata-italic.woff2",
-    "@fontsource-variable/ibm-plex-sans/files/ibm-plex-sans-latin-wght-normal.woff2": "fonts/plex-sans.woff2",
-    "@fontsource/ibm-plex-mono/files/ibm-plex-mono-latin-400-normal.woff2": "fonts/plex-mono.woff2",
-    "@fontsource/ibm-plex-mono/files/ibm-plex-mono-latin-600-normal.woff2": "fonts/plex-mono-bold.woff2",
+    "requirejs/require.js": ".",
+    f"{WIDGETS}/embed-amd.js": WIDGETS,
+    f"{WIDGETS}/*.woff2": WIDGETS,
+    "mathjax/es5/tex-chtml.js": "mathjax",
+    "mathjax/es5/output/chtml/fonts/woff-v2/*.woff": "mathjax/output/chtml/fonts/woff-v2",
+    "@fontsource-variable/literata/files/literata-latin-wght-*.woff2": "fonts",
+    "@fontsource-variable/ibm-plex-sans/files/ibm-plex-sans-latin-wght-normal.woff2": "fonts",
+    "@fontsource/ibm-plex-mono/files/ibm-plex-mono-latin-[46]00-normal.woff2": "fonts",
 }
 
 
-def sources(root: Path) -> dict[Path, str]:
-    """Return every file or folder to copy and where it goes under _static/vendor."""
+def vendored(root: Path) -> dict[Path, str]:
+    """Return every file to copy and its place under _static/vendor; raise where a package is missing."""
+    files: dict[Path, str] = {}
+    for pattern, folder in NPM.items():
+        found = sorted((root / "node_modules").glob(pattern))
+        if not found:
+            raise ExtensionError(f"node_modules/{pattern} is missing: run `npm ci --ignore-scripts` in the project folder")
+        files |= {path: f"{folder}/{path.name}" for path in found}
     plotly = importlib.util.find_spec("plotly")
     if plotly is None or plotly.origin is None:
         raise ExtensionError("plotly is not installed: pip install -r requirements.txt")
-    bundle = Path(plotly.origin).parent / "package_data" / "plotly.min.js"
-    return {root / "node_modules" / source: target for source, target in NPM.items()} | {bundle: "plotly.min.js"}
+    return files | {Path(plotly.origin).parent / "package_data" / "plotly.min.js": "plotly.min.js"}
 
 
-def copy_vendor(app: Sphinx) -> None:
+def copy_vendored(app: Sphinx) -> None:
     """Copy the vendored files that are missing from the site or differ in size or age."""
     if app.builder.format != "html":
         return
-    for source, target in sources(Path(app.confdir)).items():
-        if not source.exists():
-            raise ExtensionError(f"{source.name} is missing: run `npm ci --ignore-scripts` in the project folder")
-        files = [source] if source.is_file() else sorted(path for path in source.rglob("*") if path.is_file())
-        for path in files:
-            destination = Path(app.outdir, "_static", "vendor", target, path.relative_to(source))
-            if not _same(path, destination):
-                destination.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(path, destination)
+    for source, target in vendored(Path(app.confdir)).items():
+        destination = Path(app.outdir, "_static", "vendor", target)
+        if not _same(source, destination):
+            destination.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, destination)
 
 
 def _same(source: Path, target: Path) -> bool:
@@ -64,7 +65,7 @@ def page_assets(app: Sphinx, pagename: str, templatename: str, context: dict[str
     context["css_files"][:] = [css for css in context["css_files"] if "://" not in str(getattr(css, "filename", css))]
     embed = [js for js in context["script_files"] if "embed-amd.js" in str(getattr(js, "filename", ""))]
     if embed:
-        base = context["pathto"]("_static/vendor/widgets/", resource=True)
+        base = context["pathto"]("_static/vendor/", resource=True)
         # require.js reads its configuration from a global that exists before it loads
         app.add_js_file(None, priority=100, body=f"var require = {{baseUrl: {base!r}}};")
         for js in embed:
@@ -73,5 +74,5 @@ def page_assets(app: Sphinx, pagename: str, templatename: str, context: dict[str
 
 def setup(app: Sphinx) -> None:
     """Connect the copy and the page hook."""
-    app.connect("builder-inited", copy_vendor)
+    app.connect("builder-inited", copy_vendored)
     app.connect("html-page-context", page_assets, priority=900)

@@ -147,7 +147,8 @@
         data: narrow() ? source.data.map(sideways) : source.data,
         layout: look(),
         frames: source.frames,
-        config: { responsive: true, displaylogo: false, displayModeBar: narrow() ? false : "hover" },
+        // no bar of buttons: inside a picture (role img) nothing may take the focus
+        config: { responsive: true, displayModeBar: false },
       });
       controls(Plotly, plot, { sliders, updatemenus }, count++);
       figure.addEventListener("kv-mode", () => Plotly.relayout(plot, { template: recoloured(layout.template) }));
