@@ -276,9 +276,9 @@ def sentence(setting: Setting, found: Ledger | None = None) -> str:
     if found.longest_alone == 0:
         return said + "on this card its weights fit, and no request beside them."
     said += f"on this card {found.longest_alone:,} fit, for one request. "
-    many = "request" if found.requests == 1 else "requests"
+    many = "request fits" if found.requests == 1 else "requests fit"
     beyond = " (more than it supports)" if s.context > s.spec.max_context else ""
-    return said + f"Of {s.context:,} tokens each{beyond}, {found.requests:,} {many} fit at once."
+    return said + f"Of {s.context:,} tokens each{beyond}, {found.requests:,} {many} at once."
 
 
 def human(size: int) -> str:

@@ -57,11 +57,11 @@
     const said = `${s.spec.name} supports ${count(s.spec.max_context)} tokens; `;
     if (found.room < 0) return said + "on this card its weights alone do not fit.";
     if (found.longest_alone === 0) return said + "on this card its weights fit, and no request beside them.";
-    const many = found.requests === 1 ? "request" : "requests";
+    const many = found.requests === 1 ? "request fits" : "requests fit";
     const beyond = s.context > s.spec.max_context ? " (more than it supports)" : "";
     return (
       said + `on this card ${count(found.longest_alone)} fit, for one request. ` +
-      `Of ${count(s.context)} tokens each${beyond}, ${count(found.requests)} ${many} fit at once.`
+      `Of ${count(s.context)} tokens each${beyond}, ${count(found.requests)} ${many} at once.`
     );
   }
 
