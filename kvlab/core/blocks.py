@@ -321,6 +321,7 @@ class BlockManager:
             self._log("release", seq, s.owner, i)
 
     def _reclaim(self, i: int) -> None:
+        self._blocks[i].owners = {}  # a dict that was emptied keeps its size
         if self._blocks[i].prefix is None:
             self._blank.append(i)
         else:
