@@ -65,14 +65,16 @@ def template() -> go.layout.Template:
     return go.layout.Template(
         layout={
             "font": {"family": FONT, "size": 14, "color": INK},
+            # both outside the plot and with room of their own: title on top, legend at the foot
             "title": {
                 "font": {"size": 16},
                 "x": 0,
-                "xref": "paper",
+                "xref": "container",
                 "y": 1,
                 "yref": "container",
                 "yanchor": "top",
-                "pad": {"t": 8},
+                "pad": {"t": 6, "b": 10, "l": 4},
+                "automargin": True,
             },
             "paper_bgcolor": "rgba(0,0,0,0)",
             "plot_bgcolor": "rgba(0,0,0,0)",
@@ -81,15 +83,16 @@ def template() -> go.layout.Template:
             "yaxis": axis,
             "legend": {
                 "orientation": "h",
-                "yanchor": "bottom",
-                "y": 1.02,
-                "xanchor": "left",
                 "x": 0,
+                "xanchor": "left",
+                "y": 0,
+                "yref": "container",
+                "yanchor": "bottom",
                 "title": {"text": ""},
             },
             "hoverlabel": {"bgcolor": PAPER, "bordercolor": MUTED, "font": {"color": INK}},
             "hovermode": "closest",
-            "margin": {"l": 56, "r": 16, "t": 64, "b": 48},
+            "margin": {"l": 56, "r": 16, "t": 32, "b": 48},
             "bargap": 0.25,
         }
     )
@@ -98,8 +101,8 @@ def template() -> go.layout.Template:
 def apply(fig: go.Figure, *, alt: str, height: int = 450) -> go.Figure:
     """Give a figure the course's look, its height in CSS pixels and its accessible name; return the same figure.
 
-    `alt` says in a sentence what the figure shows: it is what a screen reader reads. The site moves the legend under
-    the plot on phones and follows the reader's light or dark mode.
+    `alt` says in a sentence what the figure shows: it is what a screen reader reads. The site draws the figure
+    narrower on a phone and follows the reader's light or dark mode.
     """
     if not alt or not alt.strip():
         raise ValueError("alt is empty: say in a sentence what the figure shows")

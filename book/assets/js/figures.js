@@ -45,20 +45,29 @@
     };
   }
 
-  // What a narrow figure changes: legend below, colour bars below, no drag, so that a finger scrolls the page
+  // What a narrow figure changes: smaller type, a title of several lines, and no drag, so that a finger scrolls the page
   function narrowed(layout) {
+    const title = typeof layout.title === "string" ? { text: layout.title } : layout.title;
     return {
       ...layout,
       dragmode: false,
       font: { ...layout.font, size: 12 },
-      legend: { ...layout.legend, orientation: "h", x: 0, xanchor: "left", y: -0.25, yanchor: "top" },
+      title: title && { ...title, text: wrapped(title.text ?? "", 44), font: { ...title.font, size: 14 } },
       margin: { ...layout.margin, l: 8, r: 8 },
     };
+  }
+  function wrapped(text, width) {
+    const lines = [""];
+    for (const word of text.split(" ")) {
+      if ((lines.at(-1) + word).length > width) lines.push("");
+      lines[lines.length - 1] += `${word} `;
+    }
+    return lines.map((line) => line.trim()).join("<br>");
   }
   const sideways = (trace) =>
     trace.showscale === false || !(trace.type === "heatmap" || trace.colorbar) ? trace : {
       ...trace,
-      colorbar: { ...trace.colorbar, orientation: "h", x: 0.5, xanchor: "center", y: -0.3, yanchor: "top", thickness: 12 },
+      colorbar: { ...trace.colorbar, orientation: "h", x: 0.5, xanchor: "center", yref: "container", y: 0, yanchor: "bottom", thickness: 12 },
     };
 
   function element(tag, properties, ...children) {
