@@ -231,12 +231,12 @@ def simulate(
                 usage.preempted += 1
             if name in running:
                 running[name][1] += 1
+        if step >= warm_up:
+            _measure(usage, memory, running, slots)
         for name, (request, length) in list(running.items()):
             if length >= request.prompt + request.output:
                 memory.end(name)
                 del running[name]
-        if step >= warm_up:
-            _measure(usage, memory, running, slots)
     for key in ("written", "to_come", "never", "free", "running", "entries"):
         setattr(usage, key, getattr(usage, key) / usage.steps)
     usage.mean_length = usage.written * slots / usage.running

@@ -192,12 +192,13 @@ def play(
     scene: str | Scene,
     broken: bool,
     *,
-    secret: str = "ABCD-1234",
+    secret: str | None = None,
     manager: Callable = BlockManager,
     new_tokens: int = NEW_TOKENS,
 ) -> Told:
-    """Play a scene of SCENES, with its fault switched on or off. Ben asks at the end."""
+    """Play a scene of SCENES, with its fault switched on or off. Ben asks at the end. `secret`: Ada's password."""
     scene = SCENES[scene] if isinstance(scene, str) else scene
+    secret = secret or secrets(1)[0]
     with fault(scene.fault if broken else None):
         office = Office(loaded, scene.num_blocks, cache_prefixes=scene.cache_prefixes, manager=manager)
         victim = scene.play(office, secret)
@@ -221,9 +222,9 @@ def said(secret: str, text: str) -> str:
 
 
 def secrets(count: int, seed: int = SEED) -> list[str]:
-    """ABCD-1234 and more of its shape, from a seed."""
+    """Passwords of the shape of ABCD-1234, from a seed. Not that one: asked for a password, this model guesses 123456."""
     draw = random.Random(seed)
-    return (["ABCD-1234"] + [make_prompts.SHAPES["letters-digits"](draw) for _ in range(count)])[:count]
+    return [make_prompts.SHAPES["letters-digits"](draw) for _ in range(count)]
 
 
 def _scenes(loaded: Loaded, epsilon: float, count: int, bar) -> dict:
@@ -327,25 +328,28 @@ def _equal(loaded: Loaded, count: int, bar) -> dict:
 OWNERS = ("A", "B", "C", "D", "E", "F")
 
 
-def working_day(num_blocks: int = 48, ticks: int = 60, seed: int = SEED) -> dict:
-    """Six users, one system prompt, forks, cancellations, a pool that runs full: bookkeeping only, a snapshot a tick.
+def working_day(num_blocks: int = 48, ticks: int = 40, seed: int = SEED, *, manager: Callable = BlockManager) -> dict:
+    """Six users, one system prompt, forks, cancellations, prompts sent again, a pool that runs full: bookkeeping only, a snapshot a tick.
 
     Returns `states`, per tick and block "free", "found" (free, and findable) or the owners' letters, and `stories`, per block
     the log's lines about it with the tick they belong to.
     """
     draw = random.Random(seed)
     log = Log()
-    manager = BlockManager(num_blocks, BLOCK_SIZE, trace=log)
+    manager = manager(num_blocks, BLOCK_SIZE, trace=log)
     system = [draw.randrange(1000) for _ in range(2 * BLOCK_SIZE + 5)]
     left: dict[str, int] = {}
+    past: list[tuple[str, list[int]]] = []
     states: list[list[str]] = []
     stories: list[list[list]] = [[] for _ in range(num_blocks)]
     names = read = turned_away = 0
     for tick in range(ticks):
         if draw.random() < 0.7:
-            owner = draw.choice(OWNERS)
+            owner, tokens = draw.choice(OWNERS), system + [draw.randrange(1000) for _ in range(draw.randrange(8, 70))]
+            if past and draw.random() < 0.3:  # somebody sends an earlier prompt again
+                owner, tokens = draw.choice(past)
+            past.append((owner, tokens))
             name, names = f"{owner}{names}", names + 1
-            tokens = system + [draw.randrange(1000) for _ in range(draw.randrange(8, 70))]
             if manager.can_allocate(tokens):
                 manager.allocate(name, tokens, owner=owner)
                 manager.commit(name, len(tokens))
@@ -370,9 +374,17 @@ def working_day(num_blocks: int = 48, ticks: int = 60, seed: int = SEED) -> dict
         states.append([_state(manager, i) for i in range(num_blocks)])
         for event in list(log)[read:]:
             if event.block is not None:
-                stories[event.block].append([tick, event.what, event.request_id, event.start, event.stop])
+                _tell(stories[event.block], [tick, event.what, event.request_id, event.start, event.stop])
         read = len(log)
     return {"states": states, "stories": stories, "requests": names, "turned_away": turned_away}
+
+
+def _tell(story: list[list], line: list) -> None:
+    """Add a line; tokens that one request appends in one tick are one line."""
+    if line[1] == "append" and story and story[-1][:3] == line[:3]:
+        story[-1][4] = line[4]
+    else:
+        story.append(line)
 
 
 def _state(manager: BlockManager, block: int) -> str:

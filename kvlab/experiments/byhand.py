@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvlab.core.blocks import Allocation, BlockCopy, InvariantError, OutOfBlocks, UnknownSequence
+from kvlab.core.blocks import Allocation, BlockCopy, BlockInfo, InvariantError, OutOfBlocks, UnknownSequence
 from kvlab.core.trace import Trace
 
 
@@ -156,24 +156,36 @@ class ByHand:
         self._evict, self.pool.evict = evict, self._logged_evict
         self._tokens: dict[Hashable, list[int]] = {}
         self._written: dict[Hashable, int] = {}
+        self._owners: dict[Hashable, Hashable] = {}
         self._clock = 0
 
     def allocate(self, seq: Hashable, tokens: Iterable[int], *, owner=None, salt=None, adapter=None) -> Allocation:
-        """As `BlockManager.allocate`, without owners, salt and adapter."""
+        """As `BlockManager.allocate`, without salt and adapter."""
         tokens = list(tokens)
         if seq in self._tokens:
             raise ValueError(f"sequence {seq!r} exists already; free it first or choose another name")
+        hits = self._find(tokens)
+        self._allocate(self.pool, seq, len(tokens), tuple(hits))
+        self._tokens[seq], self._written[seq] = tokens, len(hits) * self.block_size
+        self._owners[seq] = seq if owner is None else owner
+        for k, block in enumerate(self.block_table(seq)):
+            self._log("hit" if k < len(hits) else "reserve", seq, block, k)
+        return Allocation(self.block_table(seq), self._written[seq])
+
+    def can_allocate(self, tokens: Sequence[int]) -> bool:
+        """As `BlockManager.can_allocate`."""
+        hits = self._find(list(tokens))
+        revived = sum(self.pool.ref_count[block] == 0 for block in hits)
+        return self.pool.blocks_for(len(tokens)) - len(hits) <= self.pool.num_free - revived
+
+    def _find(self, tokens: list[int]) -> list[int]:
         hits: list[int] = []
         while len(hits) < (len(tokens) - 1) // self.block_size:  # the last token is always left to compute
             block = self.pool.index.get(tuple(tokens[: (len(hits) + 1) * self.block_size]))
             if block is None:
                 break
             hits.append(block)
-        self._allocate(self.pool, seq, len(tokens), tuple(hits))
-        self._tokens[seq], self._written[seq] = tokens, len(hits) * self.block_size
-        for k, block in enumerate(self.block_table(seq)):
-            self._log("hit" if k < len(hits) else "reserve", seq, block, k)
-        return Allocation(self.block_table(seq), self._written[seq])
+        return hits
 
     def append(self, seq: Hashable, tokens: Iterable[int]) -> list[BlockCopy]:
         """As `BlockManager.append`."""
@@ -187,11 +199,12 @@ class ByHand:
         for token in tokens:
             copy = self._append_token(self.pool, seq)
             self._tokens[seq].append(token)
-            block = self.pool.tables[seq][-1]
             if copy is not None:
                 made.append(BlockCopy(*copy))
-                self._log("copy", seq, block, note=f"of {copy[0]}")
-            self._log("append", seq, block, len(self.pool.tables[seq]) - 1)
+                self._log("copy", seq, copy[1], note=f"of {copy[0]}")
+        if tokens:
+            for k, block in list(enumerate(self.block_table(seq)))[length // self.block_size :]:
+                self._log("append", seq, block, k, first=length)
         return made
 
     def append_token(self, seq: Hashable, token: int) -> list[BlockCopy]:
@@ -215,12 +228,13 @@ class ByHand:
             raise ValueError(f"prefix_len must be 0 to {len(tokens)} and {dst!r} a new name")
         self._share_prefix(self.pool, src, dst, prefix_len)
         self._tokens[dst], self._written[dst] = tokens[:prefix_len], min(self._written[src], prefix_len)
+        self._owners[dst] = dst if owner is None else owner
         for block in self.block_table(dst):
             self._log("share", dst, block, note=f"from {src}")
 
     def fork(self, src: Hashable, dst: Hashable, *, owner=None) -> None:
         """`share_prefix` of all there is."""
-        self.share_prefix(src, dst, len(self.tokens(src)))
+        self.share_prefix(src, dst, len(self.tokens(src)), owner=owner)
 
     def free(self, seq: Hashable) -> None:
         """As `BlockManager.free`."""
@@ -228,7 +242,7 @@ class ByHand:
         for block in reversed(table):
             self._log("release", seq, block)
         self._free(self.pool, seq)
-        del self._tokens[seq], self._written[seq]
+        del self._tokens[seq], self._written[seq], self._owners[seq]
 
     def block_table(self, seq: Hashable) -> list[int]:
         """The sequence's blocks in order (a copy)."""
@@ -250,6 +264,13 @@ class ByHand:
         """Blocks that may be taken now."""
         return self.pool.num_free
 
+    def block(self, i: int) -> BlockInfo:
+        """What is known of block `i`; its hash is the key's, short and only good within one process."""
+        owners = dict.fromkeys(self._owners[seq] for seq, table in self.pool.tables.items() if i in table)
+        key = self.pool.keys.get(i)
+        found_by = None if key is None else f"{hash(key):x}"
+        return BlockInfo(self.pool.ref_count[i], tuple(owners), found_by, None, self.pool.last_access[i])
+
     def check(self) -> None:
         """Raise InvariantError unless every count is what the tables say and every block is held, findable or free, once."""
         named = [block for table in self.pool.tables.values() for block in table]
@@ -266,9 +287,13 @@ class ByHand:
         self.trace.log("evict", block=block)
         return block
 
-    def _log(self, what: str, seq: Hashable, block: int, k: int | None = None, note: str | None = None) -> None:
+    def _log(
+        self, what: str, seq: Hashable, block: int, k: int | None = None, *, first: int = 0, note: str | None = None
+    ) -> None:
+        """A line about block `k` of `seq`'s table, from token `first` on; without `k`, about the whole block."""
         self._clock += 1
         self.pool.last_access[block] = self._clock
-        start = None if k is None else k * self.block_size
-        stop = None if k is None else min(start + self.block_size, len(self._tokens[seq]))
-        self.trace.log(what, seq, seq, block, start, stop, note)
+        start = stop = None
+        if k is not None:
+            start, stop = max(first, k * self.block_size), min((k + 1) * self.block_size, len(self._tokens[seq]))
+        self.trace.log(what, seq, self._owners[seq], block, start, stop, note)
