@@ -116,8 +116,8 @@ def untypeset_math(seen: Visit) -> list[str]:
     return [f"math not typeset: {text}" for text in seen.page.evaluate(_MATH)]
 
 
-def missing_widgets(seen: Visit) -> list[str]:
-    """Every ipywidget of the page is drawn."""
+def missing_widgets(seen: Visit, patience: float = 20_000) -> list[str]:
+    """Every ipywidget of the page is drawn, within so many milliseconds."""
     wanted = seen.page.locator('script[type="application/vnd.jupyter.widget-view+json"]').count()
     if not wanted:
         return []
@@ -125,7 +125,7 @@ def missing_widgets(seen: Visit) -> list[str]:
         seen.page.wait_for_function(
             "n => document.querySelectorAll('.widget-subarea > .jupyter-widgets, .widget-subarea .lm-Widget').length >= n",
             arg=wanted,
-            timeout=20_000,
+            timeout=patience,
         )
     except Exception:  # playwright's time-out: the widgets are not there
         return [f"{wanted} widgets in the page, {seen.page.locator('.jupyter-widgets').count()} drawn"]

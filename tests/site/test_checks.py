@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import checks
@@ -28,7 +29,11 @@ CASES: dict[str, tuple[Callable, str, str]] = {
     "a figure that fails": (checks.undrawn_figures, BROKEN_FIGURE, GOOD_FIGURE),
     "a formula with an error": (checks.untypeset_math, MATH.format(r"\(\frac{1\)"), MATH.format(r"\(\frac{1}{2}\)")),
     "a formula left as it is": (checks.untypeset_math, '<div class="math">x^2</div>', MATH.format(r"\(x^2\)")),
-    "a widget that is not drawn": (checks.missing_widgets, WIDGET % "", WIDGET % '<div class="jupyter-widgets">1</div>'),
+    "a widget that is not drawn": (
+        partial(checks.missing_widgets, patience=500),
+        WIDGET % "",
+        WIDGET % '<div class="jupyter-widgets">1</div>',
+    ),
     "low contrast": (checks.axe_violations, '<p style="color:#bbb">Faint</p>', '<p style="color:#333">Clear</p>'),
     "an image without a text": (checks.axe_violations, '<img src="data:image/gif;base64,R0lGODlhAQABAAAAACw=">', "<p>T</p>"),
     "a box 600 px wide": (checks.sideways, '<div style="width:600px">Wide</div>', '<div style="width:300px">Fits</div>'),
