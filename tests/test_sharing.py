@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvlab import cli
 from kvlab.core.blocks import BlockManager
 from kvlab.core.sharing import Overlap, Prompt, checklist, common_prefix, share
 
@@ -101,3 +102,45 @@ def test_it_says_what_the_block_manager_does_and_the_costs_add_up(a, b, keep, bl
     assert found.tokens == m.allocate("b", b, salt=salts[1]).num_cached_tokens
     assert sum(limit.costs for limit in found.limits) == found.computed == len(b) - found.tokens
     assert found.common == common_prefix(a, b)
+
+
+# ---- kvlab share -----------------------------------------------------------------------------------------------------
+
+
+def says(capsys, *words):
+    code = cli.main(["share", *words])
+    return code, *capsys.readouterr()
+
+
+def test_the_command_says_how_much_and_why_not_more(capsys, tmp_path):
+    code, out, err = says(capsys, "--ids", "1,2,3,4,5", "1 2 3 9 5", "--block", "2")
+    assert (code, err) == (0, "")
+    assert "2 of 5 tokens may be shared (1 block of 2); 3 to compute." in out
+    assert "−2     tokens: the tokens differ at position 3" in out and "−1     whole blocks" in out
+    assert "'4' in the first and '9' in the second" in out
+    assert "BROKEN aligned to the block size" in out and "kept   one domain" in out
+    (tmp_path / "ids").write_text("1,2,3,4,5")
+    assert says(capsys, "--ids", f"@{tmp_path / 'ids'}", "1 2 3 9 5", "--block", "2")[1] == out
+    assert "0 of 3 tokens" in says(capsys, "--ids", "1,2,3", "1,2,3", "--block", "1", "--salts", "x", "y")[1]
+
+
+@pytest.mark.model
+def test_the_command_tokenises_and_uses_the_chat_template(capsys, loaded):
+    plain = says(capsys, "Say one.", "Say two.")[1]
+    chat = says(capsys, "Say one.", "Say two.", "--chat")[1]
+    assert "' one' in the first and ' two' in the second" in plain and "0 of" in plain
+    assert "16 of" in chat or "32 of" in chat, "the template's own system prompt is common"
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--ids", "1,x", "2"], "'1,x' is no list of token ids"),
+        (["--ids", "", "2"], "first must have token ids"),
+        (["--ids", "1", "2", "--block", "0"], "block_size must be"),
+        (["--ids", "@no/such/file", "2"], "cannot read no/such/file"),
+    ],
+)
+def test_the_command_refuses_bad_input_in_words(capsys, words, named):
+    code, out, err = says(capsys, *words)
+    assert code == 2 and out == "" and named in err and len(err.splitlines()) == 2

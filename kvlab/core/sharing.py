@@ -128,8 +128,8 @@ def checklist(first: Prompt, second: Prompt, block_size: int = 16) -> list[Check
         Check(
             "aligned to the block size",
             rest == 0,
-            f"the common part is {found.common // block_size} whole blocks"
-            + (f" and {rest} tokens, which every request computes again: fill them up to {block_size}" if rest else ""),
+            f"the common part fills {found.common // block_size} of its blocks"
+            + (f"; every request computes the {rest} tokens behind them again: fill up to {block_size}" if rest else ""),
         ),
     ]
 
