@@ -22,6 +22,8 @@ FILES = {
     "kvlab/compare.py": "from .core import spec\n",
     "kvlab/late.py": "def run():\n    from kvlab.compare import first\n",
     "kvlab/faults/__init__.py": "import importlib\n\ndef get(name):\n    return importlib.import_module(f'kvlab.faults.{name}')\n",
+    "kvlab/claims/__init__.py": "import importlib\n\ndef all():\n    return importlib.import_module(f'{__name__}.{lab}')\n",
+    "kvlab/claims/lab.py": "BREAKS = 'kvlab.core.lonely:x'\n",
     "kvlab/faults/reset.py": "from kvlab.core.lonely import x\n",
     "results/password-cpu.json": "{}",
     "results/password-cuda.json.gz": "",
@@ -54,6 +56,7 @@ def needs(root: Path, source: str) -> set[str]:
         ("def f():\n    import kvlab.compare", {"kvlab/compare.py", "kvlab/core/spec.py", "kvlab/core/shapes.json"}),
         ("import kvlab.late", {"kvlab/late.py", "kvlab/compare.py", "kvlab/core/spec.py", "kvlab/core/shapes.json"}),
         ("from kvlab import faults", {"kvlab/faults/reset.py", "kvlab/core/lonely.py", "kvlab/core/shapes.json"}),
+        ("from kvlab import claims", {"kvlab/claims/lab.py", "kvlab/core/lonely.py", "kvlab/core/shapes.json"}),
         (
             "from kvlab import record\nrun = record.load('password')",
             {"kvlab/record.py", "results/password-cpu.json", "results/password-cuda.json.gz"},

@@ -29,6 +29,8 @@ from sphinx.util import logging
 PACKAGE = "kvlab"
 PACKAGES = ("ipywidgets", "myst-nb", "numpy", "plotly", "safetensors", "tokenizers", "torch", "transformers")
 CELL = re.compile(r"^(?P<fence>`{3,}|~{3,})\{code-cell\}.*?\n(?P<body>.*?)^(?P=fence)\s*$", re.DOTALL | re.MULTILINE)
+ENTRY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")  # "module:attribute", which is imported by whoever reads it
+MODULE = re.compile(r"\.*[A-Za-z_][\w.]*$")
 DYNAMIC = {"import_module", "__import__", "iter_modules", "walk_packages"}
 
 logger = logging.getLogger(__name__)
@@ -69,6 +71,8 @@ class Library:
                 base = _absolute(node.module or "", node.level, package)
                 yield from self._with_parents(base)
                 yield from (name for alias in node.names if (name := f"{base}.{alias.name}") in self.files)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and ENTRY.match(node.value):
+                yield from self._with_parents(node.value.partition(":")[0])
             elif isinstance(node, ast.Attribute | ast.Name):
                 dynamic |= (node.attr if isinstance(node, ast.Attribute) else node.id) in DYNAMIC
         if dynamic:
@@ -77,7 +81,7 @@ class Library:
     def _dynamic(self, tree: ast.AST, package: str) -> Iterator[str]:
         """Yield what a module that imports by name may import: those its strings name, else its neighbours."""
         found = False
-        for text in strings_in(tree):
+        for text in filter(MODULE.match, strings_in(tree)):
             name = _absolute(text.lstrip("."), len(text) - len(text.lstrip(".")), package)
             under = [known for known in self.files if name.endswith(".") and known.startswith(name)]
             for known in [name] if name in self.files else under:
