@@ -1,7 +1,7 @@
 """`python -m bench`: what the block manager and the paged cache cost, as ratios of one run on this machine.
 
 Nothing here is a test: times depend on the machine and on what else runs on it. Each figure stands beside its target.
-The manager's are CPU times, so that a busy machine does not count; the model's are wall times of alternating steps.
+All are CPU times on one thread, so that a busy machine counts little; the two caches take turns, step by step.
 """
 
 import statistics
@@ -20,7 +20,7 @@ def main() -> None:
     for name, ratio in pool_ratios(1_000, 1_000_000).items():
         show(f"{name}, 1,000,000 blocks to 1,000", f"{ratio:.2f}", "at most 1.5")
     if "--no-model" not in sys.argv:
-        print("paged cache, bundled model, float32, CPU")
+        print("paged cache, bundled model, float32, CPU, one thread")
         ratio, paged, dynamic = decode_ratio(rows=8, length=512)
         show("decode step, 8 rows of 512, paged to DynamicCache", f"{ratio:.2f}", "at most 1.25")
         print(f"  ({paged * 1e3:.0f} ms to {dynamic * 1e3:.0f} ms)")
@@ -97,6 +97,7 @@ def decode_ratio(rows: int, length: int, steps: int = 16) -> tuple[float, float,
     from kvlab.runtime import load
     from kvlab.runtime.paged import PagedPool
 
+    torch.set_num_threads(1)
     loaded = load(device="cpu", dtype="float32")
     model = loaded.model
     prompts = torch.randint(0, loaded.spec.vocab, (rows, length), generator=torch.Generator().manual_seed(0))
@@ -110,15 +111,15 @@ def decode_ratio(rows: int, length: int, steps: int = 16) -> tuple[float, float,
         model(**pool.inputs(range(rows)), logits_to_keep=1)
         for step in range(steps):
             tokens = torch.full((rows, 1), step)
-            start = time.perf_counter()
+            start = time.process_time()
             for r in range(rows):
                 pool.append(r, [step])
             ours = model(**pool.inputs(range(rows)), logits_to_keep=1).logits
-            paged.append(time.perf_counter() - start)
-            start = time.perf_counter()
+            paged.append(time.process_time() - start)
+            start = time.process_time()
             mask = torch.ones(rows, length + step + 1, dtype=torch.long)
             theirs = model(tokens, attention_mask=mask, cache=cache, use_cache=True, logits_to_keep=1).logits
-            dynamic.append(time.perf_counter() - start)
+            dynamic.append(time.process_time() - start)
             assert (ours - theirs).abs().max() < 6e-5
     return (
         statistics.median(p / d for p, d in zip(paged, dynamic, strict=True)),
