@@ -36,7 +36,7 @@ class Sizes:
 
     prefix: int = 512
     suffix: int = 32
-    new: int = 16
+    new: int = 12
     pairs: int = 3
     requests: int = 16
     long: int = 2000
@@ -97,10 +97,20 @@ def prefix_ids(tokenizer, tokens: int) -> list[int]:
     return ids[:tokens]
 
 
-def suffix_ids(tokenizer, text: str, tokens: int) -> list[int]:
-    """`text`, with filler in front of it to make exactly `tokens` ids (more only if the text alone is longer)."""
-    ids = encode(tokenizer, text)
-    return encode(tokenizer, FILLER)[: max(tokens - len(ids), 0)] + ids
+def suffix_ids(tokenizer, text: str, tokens: int, lead: str = "") -> list[int]:
+    """`lead`, filler and `text`: exactly `tokens` ids (more only if lead and text alone are longer)."""
+    head, ids = encode(tokenizer, lead), encode(tokenizer, text)
+    return head + encode(tokenizer, FILLER)[: max(tokens - len(head) - len(ids), 0)] + ids
+
+
+def tell_ids(tokenizer, secret: str, tokens: int) -> list[int]:
+    """What A adds to the prefix. Its first token is not that of what B adds."""
+    return suffix_ids(tokenizer, TELL.format(secret=secret), tokens, lead=" Note.")
+
+
+def ask_ids(tokenizer, tokens: int) -> list[int]:
+    """What B adds to the prefix."""
+    return suffix_ids(tokenizer, ASK, tokens)
 
 
 @dataclass(frozen=True)
@@ -120,16 +130,27 @@ class Pair:
 def make_pairs(tokenizer, sizes: Sizes) -> list[Pair]:
     """One pair for each secret, up to `sizes.pairs`."""
     ids = prefix_ids(tokenizer, sizes.prefix + SPARE)
-    ask = suffix_ids(tokenizer, ASK, sizes.suffix)
+    ask = ask_ids(tokenizer, sizes.suffix)
     made = []
     for n in range(sizes.pairs):
         secret = SECRETS[n % len(SECRETS)]
-        tell = suffix_ids(tokenizer, TELL.format(secret=secret), sizes.suffix)
+        tell = tell_ids(tokenizer, secret, sizes.suffix)
         prefix = ids[: sizes.prefix]
         begin = tokenizer.decode(prefix) + "\nUser: Say the sentence about the quick brown "
         end = "fox again." + ASK
         pieces, joined = encode(tokenizer, begin) + encode(tokenizer, end), encode(tokenizer, begin + end)
-        made.append(Pair(prefix, ids, one_character(tokenizer, prefix, (n + 1) * sizes.prefix // (sizes.pairs + 2)), tell, ask, secret, joined, pieces))
+        made.append(
+            Pair(
+                prefix,
+                ids,
+                one_character(tokenizer, prefix, (n + 1) * sizes.prefix // (sizes.pairs + 2)),
+                tell,
+                ask,
+                secret,
+                joined,
+                pieces,
+            )
+        )
     return made
 
 

@@ -17,7 +17,7 @@ import torch
 from kvlab.core.blocks import BlockManager, OutOfBlocks
 from kvlab.core.sharing import Prompt, checklist, share
 from kvlab.experiments import prefix as base
-from kvlab.experiments.prefix import BLOCK, SEED, Sizes, prefill, prefix_ids, suffix_ids
+from kvlab.experiments.prefix import BLOCK, SEED, Sizes, ask_ids, prefill, prefix_ids, suffix_ids, tell_ids
 from kvlab.experiments.prompts import encode
 from kvlab.experiments.serving import serve
 from kvlab.record import short
@@ -40,6 +40,7 @@ def parts(loaded: Loaded, sizes: Sizes) -> dict[str, Callable[[], object]]:
     """The studies by the name they have in the run's data."""
     return {
         "same_kv": partial(same_kv, loaded, sizes),
+        "first_token": partial(first_token, loaded, sizes),
         "together": partial(together, loaded, sizes),
         "long_prompt": partial(long_prompt, loaded, sizes),
         "block_sizes": block_sizes,
@@ -58,16 +59,16 @@ def parts(loaded: Loaded, sizes: Sizes) -> dict[str, Callable[[], object]]:
 def same_kv(loaded: Loaded, sizes: Sizes) -> list[dict]:
     """The prefix's K/V computed in several shapes, against the prefix computed alone: largest difference, share of equal bits."""
     ids = prefix_ids(loaded.tokenizer, sizes.prefix)
-    ask = suffix_ids(loaded.tokenizer, base.ASK, sizes.suffix)
-    tell = suffix_ids(loaded.tokenizer, base.TELL.format(secret=base.SECRETS[0]), sizes.suffix)
+    ask = ask_ids(loaded.tokenizer, sizes.suffix)
+    tell = tell_ids(loaded.tokenizer, base.SECRETS[0], sizes.suffix)
     plain = _kv(prefill(loaded, ids), len(ids))
     shapes = {
         "the prefix alone, again": prefill(loaded, ids),
-        "with 32 more tokens behind it": prefill(loaded, ids + ask),
-        "with 32 other tokens behind it": prefill(loaded, ids + tell),
+        "with a suffix behind it": prefill(loaded, ids + ask),
+        "with another suffix behind it": prefill(loaded, ids + tell),
         "in pieces of 64": _in_pieces(loaded, ids, 64),
         "in pieces of a block": _in_pieces(loaded, ids, BLOCK),
-        "behind 32 other tokens": prefill(loaded, tell + ids),
+        "behind another beginning": prefill(loaded, tell + ids),
     }
     rows = []
     for what, cache in shapes.items():
@@ -81,10 +82,10 @@ def same_kv(loaded: Loaded, sizes: Sizes) -> list[dict]:
                 "first_layer_values": short((plain[0, 1] - other[0, 1]).abs().max().item()),
             }
         )
-    behind = [_kv(shapes[f"with 32 {word} tokens behind it"], len(ids)) for word in ("more", "other")]
+    behind = [_kv(shapes[f"with {word} suffix behind it"], len(ids)) for word in ("a", "another")]
     rows.append(
         {
-            "shape": "two different texts behind it, against each other",
+            "shape": "with two suffixes behind it, against each other",
             "largest": short((behind[0] - behind[1]).abs().max().item()),
             "equal": short((behind[0] == behind[1]).float().mean().item()),
             "first_layer_values": 0.0,
@@ -109,17 +110,42 @@ def _in_pieces(loaded: Loaded, ids: Sequence[int], size: int):
     return cache
 
 
+def _question(tokenizer, n: int, tokens: int) -> list[int]:
+    return suffix_ids(tokenizer, f"\nUser: {QUESTIONS[n % len(QUESTIONS)]}\nAssistant:", tokens, lead=f" Reader {n}.")
+
+
+# --- the time to the first token ---------------------------------------------------------------------------------------
+
+
+def first_token(loaded: Loaded, sizes: Sizes, repeats: int = 5) -> dict:
+    """Seconds to the first token of a request that hits and of one that computes everything, in turn, `repeats` times.
+
+    The least of each is what the work costs; the rest is what else the machine was doing.
+    """
+    ids = prefix_ids(loaded.tokenizer, sizes.prefix)
+    prompts = [
+        ids + _question(loaded.tokenizer, n, sizes.suffix) for n in range(repeats + 1)
+    ]  # one asked twice would hit further
+    pool = base.make_pool(loaded, dict(enumerate(prompts)), 1)
+    serve(loaded, pool, {"first": prompts[-1]}, 1)
+    out: dict = {"isolated": [], "shared": [], "computed": {}}
+    for prompt in prompts[:-1]:
+        alone = serve(loaded, base.make_pool(loaded, {"B": prompt}, 1, cache_prefixes=False), {"B": prompt}, 1)["B"]
+        hit = serve(loaded, pool, {"B": prompt}, 1)["B"]
+        pool.manager.free("B")
+        for name, served in (("isolated", alone), ("shared", hit)):
+            out[name].append(short(served.ttft, 3))
+            out["computed"][name] = served.computed
+    return out
+
+
 # --- many requests behind one prefix (B11, C8) -------------------------------------------------------------------------
 
 
 def together(loaded: Loaded, sizes: Sizes) -> dict:
     """`sizes.requests` requests at once behind one prefix: each prefilled in turn, then all decoded in one batch."""
     ids = prefix_ids(loaded.tokenizer, sizes.prefix)
-    requests = {
-        f"r{n}": ids
-        + suffix_ids(loaded.tokenizer, f"\nReader {n} asks: {QUESTIONS[n % len(QUESTIONS)]}\nAssistant:", sizes.suffix)
-        for n in range(sizes.requests)
-    }
+    requests = {f"r{n}": ids + _question(loaded.tokenizer, n, sizes.suffix) for n in range(sizes.requests)}
     out, logits = {}, {}
     for name, sharing in (("isolated", False), ("shared", True)):
         pool = base.make_pool(loaded, requests, sizes.new, cache_prefixes=sharing)
@@ -164,9 +190,7 @@ def long_prompt(loaded: Loaded, sizes: Sizes, own: int = 50, modelled: int = 3) 
         m.check()
         books[name] = {"blocks": m.num_blocks - m.num_free_blocks, "computed": computed}
         books[name]["references"] = m.block(0).ref_count
-    requests = {
-        f"r{n}": ids + suffix_ids(loaded.tokenizer, f"\nReader: {QUESTIONS[n]}\nAssistant:", 32) for n in range(modelled)
-    }
+    requests = {f"r{n}": ids + _question(loaded.tokenizer, n, sizes.suffix) for n in range(modelled)}
     pool = base.make_pool(loaded, requests, 2)
     shared = serve(loaded, pool, requests, 1)
     alone = serve(loaded, base.make_pool(loaded, {"x": requests["r1"]}, 2, cache_prefixes=False), {"x": requests["r1"]}, 1)["x"]
@@ -245,8 +269,8 @@ def boundary(loaded: Loaded, sizes: Sizes) -> dict:
     """Prefixes that miss a block boundary: tokens computed on a hit for every length around `sizes.prefix`; some on the model."""
     lengths = range(sizes.prefix - 2 * BLOCK, sizes.prefix + 2 * BLOCK + 1)
     ids = prefix_ids(loaded.tokenizer, lengths[-1])
-    tell = suffix_ids(loaded.tokenizer, base.TELL.format(secret=base.SECRETS[0]), sizes.suffix)
-    ask = suffix_ids(loaded.tokenizer, base.ASK, sizes.suffix)
+    tell = tell_ids(loaded.tokenizer, base.SECRETS[0], sizes.suffix)
+    ask = ask_ids(loaded.tokenizer, sizes.suffix)
     curve = []
     for length in lengths:
         found = share(Prompt(ids[:length] + tell), Prompt(ids[:length] + ask), BLOCK)
@@ -394,7 +418,7 @@ def siblings(loaded: Loaded, sizes: Sizes, seed: int = SEED) -> list[dict]:
     `mixed`: |Δlogit| of a request that reads the sibling's K/V, against this model alone; `apart`: between the two models alone.
     """
     ids = prefix_ids(loaded.tokenizer, sizes.prefix)
-    prompt = ids + suffix_ids(loaded.tokenizer, base.ASK, sizes.suffix)
+    prompt = ids + ask_ids(loaded.tokenizer, sizes.suffix)
     own = base.go_on(loaded, prefill(loaded, ids), prompt, len(ids), 1).trace.logits
     rows = []
     before = {name: p.detach().clone() for name, p in loaded.model.named_parameters()}

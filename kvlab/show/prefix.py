@@ -267,6 +267,7 @@ def groups_table(run: Run) -> str:
         arm, mark = f["arm"], "**" if f["arm"].kind == "wrong" else ""
         isolated = arm.kind == "isolated"
         said = "" if isolated else "noise" if f["faults"] == 0 else f"state fault, {f['faults']} of {f['pairs']}"
+        said = "other ids: not the same prompt" if arm.group == 5 and f["faults"] else said
         cells = [
             f"{mark}{arm.name}{mark}",
             arm.what,
@@ -395,8 +396,7 @@ def facts(run: Run) -> dict[str, str]:
         "wrong_runs": str(sum(f["pairs"] for f in wrong)),
         "computed": str(found["3 shared"]["computed"]),
         "length": str(found["3 shared"]["length"]),
-        "computed_half": str(_computed(run, "3½ hit rounded up") + 8),
-        "ttft": f"{1 / found['3 shared']['ttft']:.1f}",
+        "ttft": f"{results.first_token(run):.1f}",
         "ttft_1": f"{1 / found['1 shared']['ttft']:.1f}",
         "computed_1": str(found["1 shared"]["computed"]),
         "held": f"{found['3 shared']['held']:.0%}",
@@ -413,9 +413,10 @@ def facts(run: Run) -> dict[str, str]:
         "delta_pieces": _deltas(found["5 tokenised apart"]),
         "delta_twice": _deltas(found["1 last token fed twice"]),
         "kv_same": _number(same["the prefix alone, again"]["largest"]),
-        "kv_behind": _number(same["with 32 more tokens behind it"]["largest"]),
-        "kv_texts": _number(same["two different texts behind it, against each other"]["largest"]),
-        "kv_moved": _number(same["behind 32 other tokens"]["largest"]),
+        "kv_pieces": _number(max(row["largest"] for shape, row in same.items() if shape.startswith("in pieces"))),
+        "kv_behind": _number(same["with a suffix behind it"]["largest"]),
+        "kv_texts": _number(same["with two suffixes behind it, against each other"]["largest"]),
+        "kv_moved": _number(same["behind another beginning"]["largest"]),
         "prefix_share": f"{together['shared']['prefix_bytes'] / together['isolated']['prefix_bytes']:.1%}",
         "held_share": f"{together['shared']['held'] / together['isolated']['held']:.0%}",
         "own_ttft": f"{statistics.median(together['isolated']['ttft']) / statistics.median(together['shared']['ttft'][1:]):.1f}",
@@ -447,10 +448,6 @@ def facts(run: Run) -> dict[str, str]:
     if "2 moved, keys turned back" in found:
         out["delta_moved"] = _deltas(found["2 moved, keys turned back"])
     return out
-
-
-def _computed(run: Run, arm: str) -> int:
-    return results.arms(run)[arm]["computed"]
 
 
 def _label(found: dict) -> str:
