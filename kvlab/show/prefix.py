@@ -31,7 +31,7 @@ REPORT = {
 def deltas(run: Run) -> go.Figure:
     """Every way to share as a row of points, one for each pair: |Δlogit| of the request it hits worse, against isolated."""
     found = [f for f in results.arms(run).values() if f["arm"].kind != "isolated"]
-    found.sort(key=lambda f: (-f["arm"].group, f["arm"].name))
+    found.sort(key=lambda f: (-f["arm"].group, f["arm"].kind == "right", f["arm"].name))
     bound = results.epsilon(run)
     fig = go.Figure()
     for kind, colour, symbol in (("right", HEALTHY, "circle"), ("wrong", SICK, "diamond")):
@@ -54,7 +54,8 @@ def deltas(run: Run) -> go.Figure:
             text=text,
             hovertemplate="%{text}<extra></extra>",
         )
-    fig.add_vline(x=bound, line={"color": MUTED, "dash": "dot"}, annotation_text=f"ε = {bound:.1g}", annotation_position="top")
+    fig.add_vline(x=bound, line={"color": MUTED, "dash": "dot"})
+    fig.add_annotation(x=math.log10(bound), y=1, yref="paper", yanchor="bottom", text=f"ε = {bound:.1g}", showarrow=False)
     fig.update_xaxes(type="log", title="largest |Δlogit| (identical at the left edge)", exponentformat="power", gridcolor=GRID)
     fig.update_yaxes(categoryorder="array", categoryarray=[_label(f) for f in found])
     return apply(
@@ -147,7 +148,8 @@ def block_size(run: Run) -> go.Figure:
     fig.update_layout(barmode="stack")
     fig.update_yaxes(title="found", tickformat=".0%", rangemode="tozero", row=1, col=1)
     fig.update_yaxes(title="K/V held, MiB", row=2, col=1)
-    fig.update_xaxes(title="tokens in a block", type="category", row=2, col=1)
+    fig.update_xaxes(type="category")
+    fig.update_xaxes(title="tokens in a block", row=2, col=1)
     return apply(
         fig,
         height=520,
