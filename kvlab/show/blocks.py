@@ -231,7 +231,7 @@ ARMS = (
 
 
 def leak(run: Run | dict) -> go.Figure:
-    """Blocks held over time with and without a leaking count; below, every block counted at the end by its age."""
+    """Blocks held over time with and without a leaking count; below, how long ago every block still counted was last used."""
     arms = run.data["leak"] if isinstance(run, Run) else run
     fig = make_subplots(rows=2, cols=1, vertical_spacing=0.2)
     for key, label, colour, dash in ARMS:
@@ -244,31 +244,32 @@ def leak(run: Run | dict) -> go.Figure:
             row=1,
             col=1,
         )
+    now = max(block[2] for block in arms["sharing, leaking"]["blocks"])
     for live, label, colour, symbol in (
         (True, "named by a request's table", HEALTHY, "circle"),
         (False, "counted, named by none", SICK, "x"),
     ):
         chosen = [block for block in arms["sharing, leaking"]["blocks"] if block[3] is live]
         fig.add_scatter(
-            x=[block[1] for block in chosen],
-            y=[block[2] for block in chosen],
+            x=[block[0] for block in chosen],
+            y=[now - block[2] for block in chosen],
             mode="markers",
             name=label,
             marker={"color": colour, "size": 7, "symbol": symbol},
-            text=[f"block {block[0]}" for block in chosen],
-            hovertemplate="%{text}: created at call %{x}, last access %{y}<extra></extra>",
+            customdata=[block[1] for block in chosen],
+            hovertemplate="block %{x}: created at call %{customdata}, last access %{y} calls ago<extra></extra>",
             row=2,
             col=1,
         )
     fig.update_xaxes(title="requests served", row=1, col=1)
     fig.update_yaxes(title="blocks held", rangemode="tozero", row=1, col=1)
-    fig.update_xaxes(title="created (the manager's call number)", row=2, col=1)
-    fig.update_yaxes(title="last access", row=2, col=1)
+    fig.update_xaxes(title="block", row=2, col=1)
+    fig.update_yaxes(title="calls since last access", rangemode="tozero", row=2, col=1)
     return apply(
         fig,
         height=640,
         alt="Above: blocks held over the requests served. Copies and sharing stay level, sharing below copies; with a leaked reference the "
-        "line climbs until the pool is full. Below: blocks by creation and last access; leaked ones were last used long ago.",
+        "line climbs until the pool is full. Below: calls since each block was last used: few for blocks in use, up to hundreds for leaked ones.",
     )
 
 
