@@ -107,7 +107,7 @@ def windowed_layers(config: Any) -> int:
     kinds = get("layer_types")
     if kinds:
         return sum(kind == "sliding_attention" for kind in kinds)
-    spec = ModelSpec.from_config(config)
+    spec = ModelSpec.from_config(config, "bfloat16")  # the dtype bears on nothing here
     return spec.layers if spec.window else 0
 
 

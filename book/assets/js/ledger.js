@@ -156,8 +156,8 @@
         free: Math.max(0, found.limit - need),
         headroom: Math.max(0, s.memory - Math.max(found.limit, need)),
       };
-      for (const [name, size] of Object.entries(parts)) root.querySelector(`[data-part="${name}"]`).style.flexBasis = width(size);
-      const kv = root.querySelector('[data-part="kv"]');
+      for (const [name, size] of Object.entries(parts)) root.querySelector(`.kvl-bar [data-part="${name}"]`).style.flexBasis = width(size);
+      const kv = root.querySelector(`.kvl-bar [data-part="kv"]`);
       kv.style.setProperty("--kvl-cells", s.batch <= 48 && found.kv > 0 ? String(s.batch * (inside / found.kv)) : "1");
       root.querySelector(".kvl-edge").style.left = width(found.limit);
       root.querySelector(".kvl-bar").setAttribute(
