@@ -189,7 +189,9 @@ def test_a_cut_run_goes_on_where_it_was(tmp_path, run):
     second = Checkpoint(path, run.manifest)
     assert second.get(["a"], lambda: pytest.fail("computed twice")) == [1, 2]
     assert second.get(["b"], lambda: [4]) == [4]
-    assert Checkpoint(path, run.manifest).get(["b"], lambda: pytest.fail("lost")) == [4]
+    third = Checkpoint(path, run.manifest)
+    assert third.get(["b"], lambda: pytest.fail("lost")) == [4]
+    assert third.took() == sum(first.seconds.values()) + second.seconds['["b"]']
 
 
 def test_a_checkpoint_of_another_run_is_not_used(tmp_path, run):

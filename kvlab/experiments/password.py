@@ -301,6 +301,7 @@ def run(
     for row in rows:
         reference += _alone(loaded, world, [row])
         bar.update()
+    plain_seconds = time.perf_counter() - began
     arms: dict[str, dict[str, list]] = {}
     for dtype in dtypes:
         if dtype != "float32":
@@ -328,7 +329,7 @@ def run(
         "places": places,
         "without_cache": kept.get(["without cache"], lambda: _without_cache(name, device, rows[:40], reference, world)),
     }
-    return record.Run(replace(manifest, seconds=round(time.perf_counter() - began, 1)), data)
+    return record.Run(replace(manifest, seconds=None if kept.took() is None else round(kept.took() + plain_seconds, 1)), data)
 
 
 class Checkpoint:
@@ -339,27 +340,36 @@ class Checkpoint:
         key = asdict(manifest)
         self.key = {k: key[k] for k in ("experiment", "model", "dtypes", "device", "versions", "seed", "settings")}
         self.parts: dict[str, object] = {}
+        self.seconds: dict[str, float | None] = {}  # what each part took, also in an earlier, cut run
         if self.path and self.path.exists():
             lines = self.path.read_text().splitlines()
             if lines and json.loads(lines[0]) == self.key:
                 for line in lines[1:]:
                     with_value = _json_or_none(line)  # a cut run leaves half a last line
                     if with_value:
-                        self.parts[json.dumps(with_value[0])] = with_value[1]
+                        key = json.dumps(with_value[0])
+                        self.parts[key] = with_value[1]
+                        self.seconds[key] = with_value[2] if len(with_value) > 2 else None
         if self.path:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            kept = [json.dumps(self.key), *(json.dumps([json.loads(k), v]) for k, v in self.parts.items())]
+            kept = [json.dumps(self.key), *(json.dumps([json.loads(k), v, self.seconds[k]]) for k, v in self.parts.items())]
             self.path.write_text("\n".join(kept) + "\n")
 
     def get(self, part: list, compute: Callable[[], object]) -> object:
         """The finished part, or what `compute` gives, which is then kept."""
         key = json.dumps(part)
         if key not in self.parts:
+            began = time.perf_counter()
             self.parts[key] = compute()
+            self.seconds[key] = round(time.perf_counter() - began, 1)
             if self.path:
                 with self.path.open("a") as file:
-                    file.write(json.dumps([part, self.parts[key]]) + "\n")
+                    file.write(json.dumps([part, self.parts[key], self.seconds[key]]) + "\n")
         return self.parts[key]
+
+    def took(self) -> float | None:
+        """Seconds that all parts took together, cut runs included; None if that is not known."""
+        return None if None in self.seconds.values() else sum(self.seconds.values())
 
 
 def _json_or_none(line: str):
