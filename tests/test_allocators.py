@@ -79,6 +79,11 @@ def test_what_can_be_said_by_hand():
     assert simulate("oracle", [Request(96, 33)], slots=1024, steps=99, allocator=Counter).running == pytest.approx(7)
 
 
+def test_a_requests_typical_length_is_over_its_steps():
+    assert allocators.typical_length([Request(10, 1)]) == 11 and allocators.typical_length([Request(10, 3)]) == 12
+    assert allocators.typical_length([Request(10, 1), Request(10, 3)]) == pytest.approx((11 + 11 + 12 + 13) / 4)
+
+
 def test_the_order_of_the_papers_figure_holds():
     waiting = requests("ShareGPT", 2000, 0.5, 5)
     written = {policy: simulate(policy, waiting, steps=600).written for policy in POLICIES}

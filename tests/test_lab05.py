@@ -314,7 +314,9 @@ def test_the_recorded_bookkeeping_is_what_the_code_does(run):
     recorded = run.data["utilisation"]["ShareGPT"]["1.0"]["oracle"]
     again = blocks._usage(
         blocks.allocators.simulate(
-            "oracle", blocks.allocators.requests("ShareGPT", 4000, 1.0, blocks.SEED), steps=run.manifest.settings["steps"]
+            "oracle",
+            blocks.allocators.requests("ShareGPT", blocks.REQUESTS, 1.0, blocks.SEED),
+            steps=run.manifest.settings["steps"],
         )
     )
     assert {key: recorded[key] for key in again} == again

@@ -47,6 +47,11 @@ def requests(workload: str, count: int, spread: float = 1.0, seed: int = 0) -> l
     return [Request(prompt, length(mean_output, MAX_LENGTH - prompt)) for prompt in prompts]
 
 
+def typical_length(served: list[Request]) -> float:
+    """Tokens a request has at a random moment of its life, one token a step: long answers are there longer."""
+    return sum(r.output * (r.prompt + (r.output + 1) / 2) for r in served) / sum(r.output for r in served)
+
+
 class Buddy:
     """A buddy allocator: pieces are powers of two, split in halves, and joined with their other half when both are free."""
 

@@ -34,6 +34,7 @@ BLOCK_SIZE = 16
 NEW_TOKENS = 12
 SECRETS, QUICK_SECRETS = 12, 1
 PROMPTS, QUICK_PROMPTS = 12, 4
+REQUESTS = 4000  # lengths drawn for a simulation
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 BEN = (
@@ -469,7 +470,7 @@ def _usage(usage: allocators.Usage) -> dict:
 
 def utilisation(spread: float = 1.0, workload: str = "ShareGPT", *, steps: int = 2000) -> dict:
     """Policy → averages of the simulation (see `kvlab.experiments.allocators`), with a buddy allocator and merely counted."""
-    waiting = allocators.requests(workload, 4000, spread, SEED)
+    waiting = allocators.requests(workload, REQUESTS, spread, SEED)
     out = {}
     for policy in allocators.POLICIES:
         out[policy] = _usage(allocators.simulate(policy, waiting, steps=steps))
@@ -481,7 +482,7 @@ def utilisation(spread: float = 1.0, workload: str = "ShareGPT", *, steps: int =
 
 def block_sizes(sizes: Sequence[int] = BLOCK_SIZES, *, steps: int = 2000) -> dict[int, dict]:
     """Block size → averages of the paged simulation."""
-    waiting = allocators.requests("ShareGPT", 4000, 1.0, SEED)
+    waiting = allocators.requests("ShareGPT", REQUESTS, 1.0, SEED)
     return {size: _usage(allocators.simulate("paged", waiting, block_size=size, steps=steps)) for size in sizes}
 
 
