@@ -66,25 +66,25 @@ def verdicts() -> list[Verdict]:
             "A9",
             "confirmed",
             f"Without a mask, pads move logits by {smallest('pads not masked'):.2g} to {largest('pads not masked'):.3g}. With it, the make-up "
-            f"of the batch moves them by at most {max(largest(arm) for arm in mix):.1g} in fp32 and {max(largest(arm, 'bfloat16') for arm in mix):.2g} in bf16.",
+            f"of the batch moves them by at most {max(largest(arm) for arm in mix):.2g} in fp32 and {max(largest(arm, 'bfloat16') for arm in mix):.2g} in bf16.",
         ),
         verdict(
             "A10",
             "refined",
             f"A static buffer whose length is never lowered moves logits by {smallest('stale buffer'):.2g} to {largest('stale buffer'):.3g}, and only in a "
             f"request that follows a longer one. Clearing is not needed: with its length set to 0 and the old values left in place, the "
-            f"same buffer stays within {largest('buffer reused, length reset'):.1g}.",
+            f"same buffer stays within {largest('buffer reused, length reset'):.2g}.",
         ),
         verdict(
             "A12",
             "confirmed",
-            f"In fp32 twelve healthy variations stay within {noise:.1g}; the four faults start at {min(smallest(name) for name in sick):.2g}. "
+            f"In fp32 twelve healthy variations stay within {noise:.2g}; the four faults start at {min(smallest(name) for name in sick):.2g}. "
             f"Noise and fault are different in kind, and the verdict tells them apart.",
         ),
         verdict(
             "A14",
             "refined",
-            f"Alone, beside a short row and beside a long one: in fp32 the logits differ by at most {max(largest(arm) for arm in mix):.1g} and "
+            f"Alone, beside a short row and beside a long one: in fp32 the logits differ by at most {max(largest(arm) for arm in mix):.2g} and "
             f"{sum(flips(arm) for arm in mix)} of {3 * n} texts change; in bf16 {sum(flips(arm, 'bfloat16') for arm in mix)} of {3 * n} do, all at near-ties. Masked "
             f"padding is not the cause: the order of the sums is.",
         ),
@@ -92,14 +92,14 @@ def verdicts() -> list[Verdict]:
             "A20",
             "refined",
             f"On this machine nothing had to be switched on: repeated and fresh runs agree to the last bit. What does change bits is the shape of the "
-            f"computation (another thread count: {largest('other thread count'):.1g}; batch: {max(largest(arm) for arm in mix):.1g}; chunks: "
-            f"{largest('chunked prefill'):.1g}), which no seed fixes.",
+            f"computation (another thread count: {largest('other thread count'):.2g}; batch: {max(largest(arm) for arm in mix):.2g}; chunks: "
+            f"{largest('chunked prefill'):.2g}), which no seed fixes.",
         ),
         verdict(
             "A24",
             "refined" if still_wrong else "confirmed",
             f"With the cache off, {len(off) - len(still_wrong)} of {len(off)} faults vanish (|Δlogit| at most "
-            f"{max(d for name, d in off.items() if name not in still_wrong):.1g}). "
+            f"{max(d for name, d in off.items() if name not in still_wrong):.2g}). "
             + (
                 f"But “{', '.join(still_wrong)}” stays wrong ({max(off[name] for name in still_wrong):.3g}): the control clears the cache, not the mask."
                 if still_wrong
@@ -126,17 +126,20 @@ def _a8(places: dict) -> tuple[str, str]:
             f"{name}: {says} ({ratio['value']:.2g}× [{ratio['low']:.2g}, {ratio['high']:.2g}]; against what its margins "
             f"foresee {adjusted['value']:.2g}× [{adjusted['low']:.2g}, {adjusted['high']:.2g}])"
         )
-    kind = "confirmed" if more == 3 else "refuted" if more == 0 else "refined"
-    why = "Small margins are where flips live" + (
-        "; beyond the margin no place adds anything."
-        if unexplained == 0
-        else f"; {unexplained} of the places has more flips than its margins foresee."
+    at_small_margins = places["tokens_below"] < 0.25  # every flip lies in the quarter of tokens with the smallest margins
+    kind = "refuted" if not at_small_margins else "confirmed" if more == 3 else "refined"
+    why = f"bf16, {places['flips']} flips in {places['tokens']} tokens: all at margins up to {places['flip_margin_max']:.2g}, where "
+    why += f"{places['tokens_below']:.1%} of the tokens lie. So far the claim holds. By place: "
+    left = (
+        "Beyond the margin no place adds anything."
+        if not unexplained
+        else f"{unexplained} of the places has more than its margins foresee."
     )
-    return kind, f"bf16, {places['flips']} flips in {places['tokens']} tokens. " + "; ".join(parts) + f". {why}"
+    return kind, f"{why}{'; '.join(parts)}. {left}"
 
 
 def _delta(value: float) -> str:
-    return "|Δlogit| 0, to the last bit," if value == 0 else f"|Δlogit| {value:.1g}"
+    return "|Δlogit| 0, to the last bit," if value == 0 else f"|Δlogit| {value:.2g}"
 
 
 def _first_words(text: str, count: int = 8) -> str:

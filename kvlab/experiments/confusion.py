@@ -164,7 +164,9 @@ def places(run: Run, dtype: str = "bfloat16", resamples: int = 2000, seed: int =
     low = margin <= low_bound
     r = np.random.default_rng(seed)
     samples = r.integers(0, len(texts), size=(resamples, len(texts)))
+    widest = float(margin[flip].max()) if flip.any() else 0.0
     out = {"tokens": int(margin.size), "flips": int(flip.sum()), "low_margin": low_bound, "places": {}}
+    out |= {"flip_margin_max": widest, "tokens_below": float((margin <= widest).mean())}
     for name, where in at.items():
         out["places"][name] = {
             "tokens": int(where.sum()),

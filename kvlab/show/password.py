@@ -310,7 +310,6 @@ def facts(run: Run) -> dict[str, str]:
         "new_tokens": str(settings["new_tokens"]),
         "long_text": str(settings["long_text"]),
         "half": str(settings["prompts"] // 2),
-        "minutes": f"{run.manifest.seconds / 60:.0f}" if run.manifest.seconds else "?",
         "arms_healthy": str(len(healthy)),
         "arms_sick": str(len(sick)),
         "noise_max": _number(max(deltas(healthy))),
