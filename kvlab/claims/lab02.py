@@ -105,13 +105,14 @@ def _c20(decoding: list[dict], forked: dict) -> tuple[str, str]:
     sampled = [row for row in decoding if row["copies"] == 1]
     same = all(row["contents"] == 0 and row["measured"] == sampled[0]["measured"] for row in sampled)
     beams = next(row for row in decoding if row["how"].endswith("beams"))
+    several = next(row for row in decoding if row["how"].endswith("samples"))
     times = beams["measured"] / sampled[0]["measured"]
     saved = forked["measured"] < forked["apart"]
     right = same and times == beams["copies"] and not mismatches(decoding)
     return ("refined" if saved else "confirmed") if right else "refuted", (
         f"Temperature, top-p and top-k leave bytes and contents as they were: {len(sampled)} ways to choose a token, largest difference of a cached number "
-        f"{max(row['contents'] for row in sampled):.1g} from a run that is fed the same tokens. {beams['copies']} beams take {times:g} times the memory in Transformers, and so does "
-        f"asking for several samples. It need not be: on the pool {forked['beams']} beams share their prompt and take "
+        f"{max(row['contents'] for row in sampled):.1g} from a run that is fed the same tokens. {beams['copies']} beams take {times:g} times the memory in Transformers, "
+        f"{several['copies']} samples {several['measured'] / sampled[0]['measured']:g} times. It need not be: on the pool {forked['beams']} beams share their prompt and take "
         f"{human(forked['measured'])}, not {human(forked['apart'])}."
     )
 

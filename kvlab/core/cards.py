@@ -2,7 +2,7 @@
 
 A model's entry is the part of its Hugging Face config that decides its shape; `tests/test_ledger.py` builds each one without
 weights and finds `parameters` again, which a wrong entry would not survive. A card's memory is what its driver reports as
-total, which is neither the number of GB on its box nor that number of GiB.
+total: the number on its box in GiB, or a little less.
 """
 
 from __future__ import annotations

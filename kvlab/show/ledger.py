@@ -235,7 +235,7 @@ def models() -> go.Figure:
         fig,
         height=560,
         alt=f"Bars of the K/V bytes of one token for {len(order) + 1} public models on a logarithmic axis, coloured by how heads are shared. "
-        "They span a factor of about sixty and do not follow the number of weights.",
+        f"They span a factor of {ledger.token_bytes(order[0].spec) / ledger.token_bytes(order[-1].spec):.0f} and do not follow the number of weights.",
     )
 
 
@@ -374,7 +374,7 @@ def calculator() -> str:
         f'<output class="kvl-says" aria-live="polite">{html.escape(ledger.sentence(start, found))}</output>'
         f'<div class="kvl-bar" role="img" aria-label="{html.escape(ledger.sentence(start, found))}">{parts}'
         f'<span class="kvl-edge"></span></div><dl>{terms}</dl>'
-        "<noscript><p>The form needs JavaScript. <code>kvlab ledger</code> says the same on a command line.</p></noscript>"
+        '<p class="kvl-still">The form needs JavaScript. <code>kvlab ledger</code> says the same on a command line.</p>'
         f'<script type="application/json">{data}</script></div>'
     )
 
@@ -473,11 +473,13 @@ def facts(run: Run) -> dict[str, str]:
         "head_dim": str(spec["head_dim"]),
         "token": f"{one[0]:,}",
         "step": f"{one[1] - one[0]:,}",
+        "growth_tokens": str(len(one)),
         "slots": str(run.manifest.settings["slots"]),
         "static": f"{data['growth']['StaticCache'][0] / one[0]:.0f}",
         "checked": str(len(checked)),
         "caches": str(len(data["caches"])),
         "wrong": str(spec["heads"] // spec["kv_heads"]),
+        "empty": f"{1 - spec['kv_heads'] / spec['heads']:.0%}",
         "seven_token": f"{token:,}",
         "seven_2048": human(2048 * token),
         "seven_2048_gb": f"{2048 * token / GB:.3f}",
@@ -498,6 +500,7 @@ def facts(run: Run) -> dict[str, str]:
         "window_kept": str(window["window"] - 1),
         "window_prefill": f"{window['held_after_prefill'] / window['held']:.1f}",
         "falcon": f"{falcon['measured'] // falcon['predicted']}",
+        "gemma_tokens": f"{gemma.spec.max_context:,}",
         "gemma_long": human(long),
         "gemma_long_full": human(ledger.request_bytes(gemma.spec, gemma.spec.max_context, windowed=0)),
         "prompt": str(run.manifest.settings["prompt"]),
@@ -512,6 +515,7 @@ def facts(run: Run) -> dict[str, str]:
         "fits_without_blocks": str(fits["without_blocks"]),
         "fits_without_watermark": str(fits["without_watermark"]),
         "weights": human(fits["weights_measured"]),
+        "int4_bits": f"{8 * ledger.stored_bytes(32, 'int4') / 32:g}",
         "int4": f"{data['packed'][1]['measured'] / data['packed'][1]['plain']:.1%}",
         "card": card.name,
         "card_model": llama.name,
