@@ -37,7 +37,7 @@ def verdicts() -> list[Verdict]:
     everything = [row for scene in scenes.values() for row in scene["rows"]]
     healthy = max(row["healthy"]["delta"] for row in everything)
     quiet = not any(row["healthy_caught"] for row in everything)
-    off = f"With the fault off the victim's logits are its own within {healthy:.1g} (ε {equal['epsilon']:.1g})"
+    off = f"With the fault off the victim's logits are its own within {healthy:.1g} (ε {equal['epsilon']:.2g})"
     calm = healthy <= equal["epsilon"] and not any(row["healthy"]["said"] != "none" for row in everything)
     cow, fork, cancel, stale = "no-copy-on-write", "fork-without-reference", "freed-on-cancel", "stale-hash"
 
@@ -57,7 +57,7 @@ def verdicts() -> list[Verdict]:
         verdict(
             "B6",
             "confirmed" if told(cow) and calm else "refuted",
-            f"{off}; without copy-on-write {leaks(cow).removeprefix('with it on, ')}. A read-only rule is what copy-on-write leaves of a shared block.",
+            f"{off}; without copy-on-write {leaks(cow)}. A read-only rule is what copy-on-write leaves of a shared block.",
         ),
         verdict(
             "B15",
@@ -75,9 +75,9 @@ def verdicts() -> list[Verdict]:
         verdict(
             "B23",
             "refined",
-            "The life is the references, as claimed: a block outlives who wrote it and ends at count 0. Two corrections: it may be "
-            f"found after the last reference until its slot is needed, and the boundary is the block table's, so a block is only what its "
-            f"index entry says ({leaks(stale)} where the entry outlived the contents). Positions: lab 6.",
+            "Its life: a block outlives who wrote it and ends at count 0, as claimed; but it may be found until its slot is needed, after the "
+            f"last reference. Its boundary: the tokens, as the index knows them. Where an index entry outlived the contents, {leaks(stale)}. "
+            "Positions: lab 6.",
         ),
         verdict(
             "C1",

@@ -406,7 +406,8 @@ def facts(run: Run) -> dict[str, str]:
     return {
         "prompts": str(equal["prompts"]),
         "arms": str(len(equal["arms"])),
-        "epsilon": f"{equal['epsilon']:.1g}",
+        "epsilon": f"{equal['epsilon']:.2g}",
+        "alone_delta": f"{max(arm['delta'] for name, arm in equal['arms'].items() if name.startswith('alone')):.1g}",
         "paged_delta": f"{max(arm['delta'] for arm in equal['arms'].values()):.1g}",
         "dynamic_delta": f"{equal['dynamic']:.1g}",
         "paged_flips": str(sum(arm["flips"] for arm in equal["arms"].values())),
