@@ -30,9 +30,7 @@ def verdicts() -> list[Verdict]:
         return sum(bool(row[by]) for row in scenes[name]["rows"])
 
     def leaks(name: str) -> str:
-        return (
-            f"with it on, {told(name)} of {count(name)} times the victim says Ada's password (|Δlogit| from {least(name):.2g})"
-        )
+        return f"{told(name)} of {count(name)} times the victim says Ada's password (|Δlogit| from {least(name):.2g})"
 
     everything = [row for scene in scenes.values() for row in scene["rows"]]
     healthy = max(row["healthy"]["delta"] for row in everything)
