@@ -423,7 +423,7 @@ def _in_the_office(name: str) -> Callable[[Stage], Played]:
     """The afternoon of lab 5 that this fault spoils."""
 
     def play(stage: Stage) -> Played:
-        told = office.play(stage.loaded, name, False, new_tokens=NEW_TOKENS)
+        told = office.play(stage.loaded, name, False, secret=SECRET, new_tokens=NEW_TOKENS)
         words = [f"check(): {told.complaint['rule']}"] if told.complaint else []
         return Played(told.trace, words + [f"owner scan: {finding}" for finding in told.findings[:1]])
 

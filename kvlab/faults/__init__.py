@@ -79,5 +79,5 @@ def fault(name: str | None) -> Iterator[Fault | None]:
 from kvlab.faults import blocks as _blocks  # noqa: E402, F401  (fills ZOO)
 from kvlab.faults import decoding as _decoding  # noqa: E402, F401  (fills ZOO)
 from kvlab.faults import ledger as _ledger  # noqa: E402, F401  (fills ZOO)
-from kvlab.faults import transformers as _transformers  # noqa: E402, F401  (fills ZOO)
 from kvlab.faults import prefix as _prefix  # noqa: E402, F401  (fills ZOO)
+from kvlab.faults import transformers as _transformers  # noqa: E402, F401  (fills ZOO)

@@ -38,7 +38,7 @@ def speech(told: dict) -> list[str]:
     lines = [told["sentence"]] if told.get("kind") == "state fault" else []
     if told.get("log"):
         lines.append(f"The log: {told['log']}.")
-    return lines + [f"{word[:1].upper()}{word[1:]}." for word in told["words"]]
+    return lines + [f"{word}." for word in told["words"]]
 
 
 def numbers(told: dict) -> str:
@@ -125,7 +125,9 @@ def facts(run: Run) -> dict[str, str]:
     outcomes = run.data["faults"]
     sick = [outcome["sick"] for outcome in outcomes.values()]
     judged = {name: o["sick"] for name, o in outcomes.items() if "epsilon" in o["sick"]}
-    plain = [name for name, told in judged.items() if outcomes[name]["model"] == "smollm2" and name != "angles-in-bf16"]
+    plain = [
+        name for name, told in judged.items() if not outcomes[name]["model"].startswith("tiny") and name != "angles-in-bf16"
+    ]
     known = [judged[name]["delta"] for name in plain if judged[name]["delta"] is not None]
     least = min(plain, key=lambda name: judged[name]["delta"] or float("inf"))
     logged = [name for name, told in judged.items() if told["log"]]
@@ -230,7 +232,7 @@ def _card(entry: Fault, outcome: dict) -> str:
         "Switch it on": f"<code>{html.escape(switch(entry))}</code> replaces <code>{html.escape(entry.breaks)}</code>",
         "Recorded": "".join(shown),
         "Detector": html.escape(entry.detector),
-        "It said": spoken,
+        "Heard": spoken,
         "Without the fault": html.escape(quiet),
         "Fix": html.escape(entry.fix),
         "Public cases": cases,
