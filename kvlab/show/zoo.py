@@ -104,7 +104,7 @@ def _heard(sick: dict) -> str:
 def table(run: Run) -> str:
     """Markdown: every fault with what was measured and who caught it."""
     lines = [
-        "| fault | what a user sees | \\|Δlogit\\| | first other token | caught by | family, as named | without the fault |",
+        "| fault | family | \\|Δlogit\\| | first other token | caught by | family, as named | without the fault |",
         "|---|---|---:|---:|---|---|---|",
     ]
     for name, outcome in run.data["faults"].items():
@@ -116,7 +116,7 @@ def table(run: Run) -> str:
         right = ZOO[name].family in sick.get("named", [])
         named = f"{named} ✓" if right else f"{named} ✗" if named else ""
         quiet = "silent" if not off["caught"] else "accused"
-        lines.append(f"| `{name}` | {ZOO[name].symptom} | {delta} | {first} | {caught} | {named} | {quiet} |")
+        lines.append(f"| `{name}` | {ZOO[name].family} | {delta} | {first} | {caught} | {named} | {quiet} |")
     return "\n".join(lines)
 
 
