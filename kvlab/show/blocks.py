@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
@@ -174,7 +176,7 @@ def utilisation(run: Run | dict, workload: str = "ShareGPT", spread: str = "1.0"
                 }
             ]
         )
-    fig.update_layout(barmode="stack")
+    fig.update_layout(barmode="stack", legend={"traceorder": "normal"})
     fig.update_xaxes(title="share of the pool", tickformat=".0%", range=[0, 1.001])
     return apply(
         fig,
@@ -292,8 +294,14 @@ def separation(run: Run) -> go.Figure:
             text=[p[2] for p in points],
             hovertemplate="%{text}<br>|Δlogit| %{x:.2g}<extra></extra>",
         )
-    fig.add_vline(x=run.data["equal"]["epsilon"], line={"color": MUTED, "dash": "dot"}, annotation_text="ε")
-    fig.update_xaxes(type="log", title="largest |Δlogit| of the victim's answer", exponentformat="power")
+    bound = run.data["equal"]["epsilon"]
+    fig.add_vline(x=bound, line={"color": MUTED, "dash": "dot"})
+    fig.add_annotation(
+        x=math.log10(bound), y=1, yref="paper", text=f"ε = {bound:.2g}", showarrow=False, xanchor="left", xshift=6
+    )
+    fig.update_xaxes(
+        type="log", title="largest |Δlogit| of the victim's answer (identical at the left edge)", exponentformat="power"
+    )
     fig.update_yaxes(tickvals=list(range(len(names))), ticktext=names, range=[-0.5, len(names) - 0.5])
     return apply(
         fig,
