@@ -27,7 +27,7 @@ def test_a_lab_has_no_answers_and_no_outputs(source):
     assert len({cell.id for cell in notebook.cells}) == len(notebook.cells)
 
 
-HEAD = "---\njupytext:\n  text_representation: {extension: .md, format_name: myst}\nkernelspec: {name: python3}\n---\n"
+HEAD = "---\njupytext:\n  text_representation: {extension: .md, format_name: myst}\nkernelspec: {display_name: Python 3, language: python, name: python3}\n---\n"
 
 
 @pytest.mark.parametrize(
