@@ -65,18 +65,14 @@ def verdicts(lab: int | None = None) -> list[Verdict]:
 
 def table(lab: int | None = None) -> str:
     """Markdown: the verdicts of one lab; or the whole ledger, with "not yet" for what no lab has settled."""
-    lines = ["| claim | in our words | verdict | what was measured | lab |", "|---|---|---|---|---:|"]
+    lines = []
     given = verdicts(lab)
     for claim in claims().values():
         mine = [verdict for verdict in given if verdict.claim == claim.id]
         if not mine and lab is None:
-            planned = ", ".join(map(str, claim.labs))
-            lines.append(f"| {claim.id} | {_cell(claim.text)} | not yet | | {planned} |")
+            planned = " and ".join(map(str, claim.labs))
+            lines.append(f"- **{claim.id}** *{claim.text}.* Not yet: lab {planned}.")
         for verdict in mine:
-            cells = (claim.id, _cell(claim.text), f"**{verdict.kind}**", _cell(verdict.finding), str(verdict.lab))
-            lines.append("| " + " | ".join(cells) + " |")
+            where = "" if lab else f" (lab {verdict.lab}, run `{verdict.run}`)"
+            lines.append(f"- **{claim.id}** *{claim.text}.* **{verdict.kind.capitalize()}.** {verdict.finding}{where}")
     return "\n".join(lines)
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")

@@ -33,7 +33,7 @@ def heat_map(run: Run) -> go.Figure:
             z.append([None if m is None else math.log10(max(m, FLOOR)) for m in middles])
             text.append(
                 [
-                    f"{arm}, token {step}<br>median |Δlogit| {_number(m)}<br>{len(values)} prompts still agree"
+                    f"{arm}, token {step}<br>median |Δlogit| {number(m)}<br>{len(values)} prompts still agree"
                     for step, (m, values) in enumerate(zip(middles, by_step))
                 ]
             )
@@ -94,7 +94,7 @@ def separation(run: Run) -> go.Figure:
         fig.add_shape(
             type="line", x0=bound, x1=bound, y0=row - 0.42, y1=row + 0.42, line={"color": MUTED, "width": 2, "dash": "dot"}
         )
-        fig.add_annotation(x=math.log10(bound), y=row + 0.46, text=f"ε = {bound:.2g}", showarrow=False, yanchor="bottom")
+        fig.add_annotation(x=math.log10(bound), y=row + 0.46, text=f"ε = {number(bound)}", showarrow=False, yanchor="bottom")
     fig.update_xaxes(type="log", title="largest |Δlogit| of a run (identical runs at the left edge)", exponentformat="power")
     fig.update_yaxes(tickvals=list(range(len(dtypes))), ticktext=[SHORT[d] for d in dtypes], range=[-0.6, len(dtypes) - 0.25])
     return apply(
@@ -170,9 +170,13 @@ def places_figure(run: Run, dtype: str = "bfloat16") -> go.Figure:
             hovertemplate="%{text}<extra></extra>",
         )
     fig.add_vline(x=1, line={"color": MUTED, "dash": "dot"})
-    fig.update_xaxes(title="ratio, with 95 % interval (1: as often as elsewhere)", type="log", dtick="D2")
+    fig.update_xaxes(
+        title="ratio, with 95 % interval (1: as often as elsewhere)",
+        type="log",
+        tickvals=[0.25, 0.5, 1, 2, 4],
+        ticktext=["¼", "½", "1", "2", "4"],
+    )
     fig.update_yaxes(tickvals=list(range(len(names)))[::-1], ticktext=names, range=[-0.5, len(names) - 0.5])
-    fig.update_layout(legend={"orientation": "h"})
     return apply(
         fig,
         height=420,
@@ -210,27 +214,38 @@ def arms_table(run: Run, dtype: str = "float32") -> str:
         flips = sum(row[0] is not None for row in rows)
         mark = "**" if ARMS[name].kind == "sick" else ""
         lines.append(
-            f"| {mark}{name}{mark} | {ARMS[name].what} | {flips} of {len(rows)} | {_number(min(deltas))} – {_number(max(deltas))} |"
+            f"| {mark}{name}{mark} | {ARMS[name].what} | {flips} of {len(rows)} | {number(min(deltas))} – {number(max(deltas))} |"
         )
     return "\n".join(lines)
 
 
 def confusion_table(run: Run) -> str:
-    """Markdown: the verdict over the judged half, per dtype and arm, with 95 % intervals and the family named."""
+    """Markdown: of the judged half, how many runs each arm had called a fault; 16-bit runs before → after the fp32 replay.
+
+    Each count comes with Wilson's 95 % interval (of the last count in the cell); for sick arms, how often the family was right.
+    """
+    dtypes = list(run.data["arms"])
+    table = {(row["dtype"], row["arm"]): row for row in confusion.confusion(run)}
+    heads = [SHORT[d] if d == "float32" else f"{SHORT[d]} → replayed" for d in dtypes]
     lines = [
-        "| dtype | arm | judged | called a fault | after fp32 replay | 95 % interval | family right: by log | by onset |",
-        "|---|---|---:|---:|---:|---:|---:|---:|",
+        f"| arm | runs | {' | '.join(heads)} | family right, by log | by onset |",
+        "|---|---:|" + "---:|" * len(dtypes) + "---:|---:|",
     ]
-    for row in confusion.confusion(run):
-        low, high = row["interval"]
-        name = f"**{row['arm']}**" if row["sick"] else row["arm"]
-        replay = "" if row["dtype"] == "float32" else row["accused_after_replay"]
-        family = [
-            "" if not row["sick"] or row[key] is None else f"{row[key]} of {row['accused_after_replay']}"
-            for key in ("family_by_log", "family_by_onset")
-        ]
-        cells = [SHORT[row["dtype"]], name, row["runs"], row["accused"], replay, f"{low:.1%} – {high:.1%}", *family]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    for arm in ARMS:
+        rows = [table[dtype, arm] for dtype in dtypes]
+        cells = []
+        for row in rows:
+            low, high = row["interval"]
+            count = str(row["accused"])
+            if row["dtype"] != "float32":
+                count += f" → {row['accused_after_replay']}"
+            cells.append(f"{count} ({low:.0%}–{high:.0%})")
+        family = ["", ""]
+        if rows[0]["sick"]:
+            caught = sum(row["accused_after_replay"] for row in rows)
+            family = [f"{sum(row[key] or 0 for row in rows)} of {caught}" for key in ("family_by_log", "family_by_onset")]
+        name = f"**{arm}**" if rows[0]["sick"] else arm
+        lines.append("| " + " | ".join([name, str(rows[0]["runs"]), *cells, *family]) + " |")
     return "\n".join(lines)
 
 
@@ -241,7 +256,7 @@ def control_table(run: Run) -> str:
     for name, rows in run.data["without_cache"].items():
         cached = max(max(row[2]) for row in run.data["arms"]["float32"][name][: len(rows)])
         off = max(max(row[2]) for row in rows)
-        lines.append(f"| {name} | {_number(cached)} | {_number(off)} | {'within ε' if off <= bound else 'still wrong'} |")
+        lines.append(f"| {name} | {number(cached)} | {number(off)} | {'within ε' if off <= bound else 'still wrong'} |")
     return "\n".join(lines)
 
 
@@ -286,10 +301,14 @@ def _switch(fig: go.Figure, buttons: list[dict]) -> None:
     )
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
+    """Two significant digits, small ones as 2.2·10⁻⁵."""
     if value is None:
         return "–"
-    return "0" if value == 0 else f"{value:.2g}"
+    if value == 0 or value >= 0.001:
+        return f"{value:.2g}"
+    digits, power = f"{value:.1e}".split("e")
+    return f"{digits}·10{str(int(power)).translate(str.maketrans('-0123456789', '⁻⁰¹²³⁴⁵⁶⁷⁸⁹'))}"
 
 
 def facts(run: Run) -> dict[str, str]:
@@ -312,9 +331,9 @@ def facts(run: Run) -> dict[str, str]:
         "half": str(settings["prompts"] // 2),
         "arms_healthy": str(len(healthy)),
         "arms_sick": str(len(sick)),
-        "noise_max": _number(max(deltas(healthy))),
-        "sick_min": _number(min(deltas(sick))),
-        "sick_max": _number(max(deltas(sick))),
+        "noise_max": number(max(deltas(healthy))),
+        "sick_min": number(min(deltas(sick))),
+        "sick_max": number(max(deltas(sick))),
         "apart": f"{math.log10(min(deltas(sick)) / max(deltas(healthy))):.1f}",
         "sick_runs": str(len(sick_rows)),
         "sick_same_text": str(quiet),
@@ -325,12 +344,12 @@ def facts(run: Run) -> dict[str, str]:
     for dtype, short in SHORT.items():
         if dtype not in arms:
             continue
-        found[f"eps_{short}"] = f"{epsilon[dtype]:.2g}"
-        found[f"noise_{short}"] = _number(max(deltas(healthy, dtype)))
-        found[f"sick_min_{short}"] = _number(min(deltas(sick, dtype)))
+        found[f"eps_{short}"] = number(epsilon[dtype])
+        found[f"noise_{short}"] = number(max(deltas(healthy, dtype)))
+        found[f"sick_min_{short}"] = number(min(deltas(sick, dtype)))
         flips = [flip for flip in confusion.tie_flips(run) if flip["dtype"] == dtype]
         found[f"flips_{short}"] = f"{len(flips)} of {len(healthy) * settings['prompts']}"
-        found[f"flip_margin_{short}"] = _number(max((flip["margin"] for flip in flips), default=0.0))
+        found[f"flip_margin_{short}"] = number(max((flip["margin"] for flip in flips), default=0.0))
         for key, value in totals[dtype].items():
             if value["interval"] is None:
                 continue
@@ -350,7 +369,7 @@ def misses(run: Run) -> str:
                 kinds.setdefault((v["dtype"], v["arm"], v["sick"], v["ended_before"]), []).append(v)
         for (dtype, arm, is_sick, ended), found in kinds.items():
             deltas = sorted(v["delta"] for v in found)
-            span = f"|Δlogit| {_number(deltas[0])} to {_number(deltas[-1])}, ε = {epsilon[dtype]:.2g}"
+            span = f"|Δlogit| {number(deltas[0])} to {number(deltas[-1])}, ε = {number(epsilon[dtype])}"
             if ended:
                 why = "a near-tie flipped first, by rounding, and the comparison ended before the fault acted"
             elif is_sick:
