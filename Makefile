@@ -6,6 +6,9 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .PHONY: site test lab labs record bench model chromium clean distclean help
 
+# Threads that wait give way: where others use the cores too, a spinning barrier makes a run many times slower.
+export OMP_WAIT_POLICY ?= PASSIVE
+
 PYTHON ?= python3
 BIN := .venv/bin
 STAMPS := .make
