@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
     common.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error")
     top = _Parser(
         prog="kvlab",
-        description="Run a real model, share its KV cache well or badly, and prove which of the two happened.",
+        description="Run a real model, share its KV cache well or badly, and tell noise, a wrong position or mask, and somebody else's state apart.",
         parents=[common],
     )
     top.add_argument("--version", action="version", version=f"kvlab {kvlab.__version__}")

@@ -35,7 +35,7 @@ class Difference:
     @property
     def delta(self) -> float:
         """The largest |Δlogit| of the compared steps."""
-        return max(self.deltas)
+        return max((float("inf") if delta != delta else delta for delta in self.deltas), default=0.0)
 
     def onset(self, epsilon: float) -> int | None:
         """The first step whose |Δlogit| exceeds `epsilon`."""
@@ -77,6 +77,10 @@ def compare(reference: Trace, other: Trace) -> Difference:
         raise ValueError("compare: the two runs have different prompts; only runs of one prompt can be compared")
     if reference.logits.shape[-1] != other.logits.shape[-1]:
         raise ValueError("compare: the two runs have different vocabularies; they come from different models")
+    if not reference.tokens or not other.tokens:
+        raise ValueError("compare: a run has no tokens; decode at least one step")
+    if len(reference.logits) < len(reference.tokens) or len(other.logits) < len(other.tokens):
+        raise ValueError("compare: a run has fewer rows of logits than tokens; give the logits of every step")
     first = first_difference(reference.tokens, other.tokens)
     steps = (
         min(len(reference.tokens), len(other.tokens))
@@ -84,9 +88,17 @@ def compare(reference: Trace, other: Trace) -> Difference:
         else min(first + 1, len(reference.tokens), len(other.tokens))
     )
     left, right = reference.logits[:steps].float(), other.logits[:steps].float()
-    deltas = (left - right).abs().amax(-1).nan_to_num(nan=float("inf"))
+    deltas = (left - right).abs().masked_fill(left == right, 0.0).amax(-1)  # −∞ on both sides is no difference
+    deltas = deltas.nan_to_num(nan=float("inf"))
     log_p, log_q = left.log_softmax(-1), right.log_softmax(-1)
-    kl = (log_p.exp() * (log_p - log_q)).sum(-1).clamp(min=0).nan_to_num(nan=float("inf")).max()
+    kl = (
+        (log_p.exp() * (log_p - log_q))
+        .nan_to_num(nan=0.0 if bool((left == right).all()) else float("nan"))
+        .sum(-1)
+        .clamp(min=0)
+        .nan_to_num(nan=float("inf"))
+        .max()
+    )
     has_margin = first is not None and first < steps
     return Difference(first, float(margins(left)[first]) if has_margin else None, tuple(deltas.tolist()), float(kl))
 
@@ -96,6 +108,8 @@ def noise_bound(healthy: Iterable[Difference], headroom: float = HEADROOM) -> fl
     largest = [difference.delta for difference in healthy]
     if not largest:
         raise ValueError("noise_bound: no healthy run to measure; run at least one healthy arm first")
+    if not max(largest) < float("inf"):
+        raise ValueError("noise_bound: a healthy run has a logit that is no finite number; find out why first")
     return headroom * max(largest)
 
 
@@ -132,6 +146,9 @@ def judge(
     steps    the run's log: names the family
     replay   (difference, ε) of the same run replayed in fp32: asked only when the first pass says noise
     """
+    for bound in (epsilon, *(replay[1:] if replay else ())):
+        if not 0 <= bound < float("inf"):
+            raise ValueError(f"judge: epsilon is {bound}; measure it with noise_bound on healthy runs")
     replayed = False
     seen, bound = difference, epsilon
     if not _is_fault(seen, bound) and replay is not None:
@@ -146,7 +163,7 @@ def judge(
             difference.margin,
             difference.first,
             replayed,
-            _quiet(kind, difference, epsilon),
+            _quiet(kind, difference, epsilon, replayed),
         )
     onset = seen.onset(bound)
     onset = seen.first if onset is None else onset
@@ -165,19 +182,19 @@ def judge(
 
 
 def _is_fault(difference: Difference, epsilon: float) -> bool:
-    wide_flip = difference.margin is not None and difference.margin > 2 * epsilon
+    wide_flip = difference.margin is not None and not difference.margin <= 2 * epsilon
     return not difference.delta <= epsilon or wide_flip
 
 
-def _quiet(kind: str, difference: Difference, epsilon: float) -> str:
+def _quiet(kind: str, difference: Difference, epsilon: float, replayed: bool) -> str:
     if kind == "identical":
         return "Identical: every logit is the same to the last bit."
     flip = "no token differs"
     if difference.first is not None and difference.margin is not None:
-        flip = f"token {difference.first} differs, at a margin of {difference.margin:.3g} (under 2ε)"
+        flip = f"token {difference.first} differs, at a margin of {difference.margin:.3g} (within 2ε)"
     elif difference.first is not None:
         flip = f"one run ends at token {difference.first}"
-    return f"Noise: the largest |Δlogit| is {difference.delta:.3g}, within ε = {epsilon:.3g}; {flip}."
+    return f"Noise: the largest |Δlogit| is {difference.delta:.3g}, within ε = {epsilon:.3g}; {flip}{'; replayed in fp32, it is noise there too' if replayed else ''}."
 
 
 def _fault(difference: Difference, epsilon: float, onset: int, likely: list[str], replayed: bool) -> str:

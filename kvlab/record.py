@@ -136,7 +136,7 @@ def results_folder() -> Path:
 
 def load(experiment: str, device: str = "cpu", folder: str | Path | None = None) -> Run:
     """The recorded run of `experiment` on `device`. Raises RunError, with the command that records it, when there is none."""
-    path = (Path(folder) if folder else results_folder()) / f"{experiment}-{device}.json.gz"
+    path = (Path(folder) if folder else results_folder()) / f"{experiment}-{device.split(':')[0]}.json.gz"
     if not path.exists():
         raise RunError(
             f"there is no recorded run of {experiment!r} on {device!r} in {path.parent}.",
@@ -151,9 +151,9 @@ def read(path: str | Path) -> Run:
     try:
         body = json.loads(gzip.decompress(Path(path).read_bytes()))
         if body["format"] != FORMAT:
-            raise RunError(f"{path} has format {body['format']}; this kvlab reads {FORMAT}.", remedy)
+            raise RunError(f"{path} has format {body['format']!r}; this kvlab reads {FORMAT}.", remedy)
         return Run(Manifest(**body["manifest"]), body["data"])
-    except (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error) as error:
+    except (OSError, EOFError, ValueError, KeyError, TypeError, RecursionError, zlib.error) as error:
         raise RunError(f"{path} is not a readable run: {error}.", remedy) from error
 
 

@@ -246,6 +246,42 @@ def test_an_answer_that_changes_its_arguments_is_refused():
         checks.FIRST_DIFFERENCE.check(sorts_in_place)
 
 
+SLOPPY = {
+    "FIRST_DIFFERENCE": [
+        lambda a, b: first_by_loop(a[:4], b[:4]),
+        lambda a, b: next(
+            (i for i, (x, y) in enumerate(zip(a, b)) if x < y), None if len(a) == len(b) else min(len(a), len(b))
+        ),
+        lambda a, b: next((i for i, y in enumerate(b) if y not in a), None if len(a) == len(b) else min(len(a), len(b))),
+        lambda a, b: next(
+            (i for i, (x, y) in enumerate(zip(a, b)) if x is not y), None if len(a) == len(b) else min(len(a), len(b))
+        ),
+    ],
+    "LARGEST_DELTA": [
+        lambda a, b, first: (b - a)[: None if first is None else first + 1].max().item(),
+        lambda a, b, first: -(a - b)[: None if first is None else first + 1].min().item(),
+        lambda a, b, first: (a - b)[: None if first is None else first + 1, :4].abs().max().item(),
+        lambda a, b, first: (a - b)[: None if first is None else first + 1, 2:4].abs().max().item(),
+        lambda a, b, first: (a - b)[0 if first is None else first].abs().max().item(),
+        lambda a, b, first: (a - b)[: 3 if first is None else first + 1].abs().max().item(),
+    ],
+    "VERDICT": [
+        lambda d, m, e: "state fault" if (d is not None and d > e) or (m is not None and m >= 2 * e) else "noise",
+        lambda d, m, e: "state fault" if (d is not None and d > e) or (d is None and m is not None and m > 2 * e) else "noise",
+        lambda d, m, e: "state fault" if (d is not None and d > e) or (m is not None and m > 2) else "noise",
+        lambda d, m, e: "state fault" if (d is not None and d > e) or (m is not None and m > 1.6 * e) else "noise",
+        lambda d, m, e: "state fault" if (d is not None and d > 1.2 * e) or (m is not None and m > 2 * e) else "noise",
+        lambda d, m, e: "state fault" if (d is not None and d > 0.7 * e) or (m is not None and m > 2 * e) else "noise",
+    ],
+}
+
+
+@pytest.mark.parametrize(("name", "index"), [(name, i) for name, answers in SLOPPY.items() for i in range(len(answers))])
+def test_answers_that_are_right_on_easy_cases_only_are_refused(name, index):
+    with pytest.raises(Wrong):
+        getattr(checks, name).check(SLOPPY[name][index])
+
+
 def test_along_the_steps_is_refused():
     with pytest.raises(Wrong):
         checks.MARGIN.check(along_the_steps)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kvlab.compare import audit, compare, family_by_onset, first_difference, judge, noise_bound
+from kvlab.compare import Difference, audit, compare, family_by_onset, first_difference, judge, noise_bound
 from kvlab.runtime.decode import Step, Trace
 
 
@@ -77,6 +77,30 @@ def test_epsilon_is_measured_with_headroom():
     assert noise_bound([wide, compare(PLAIN, PLAIN)]) == pytest.approx(1.0)
     with pytest.raises(ValueError, match="healthy"):
         noise_bound([])
+
+
+def test_numbers_that_are_none():
+    with pytest.raises(ValueError, match="noise_bound"):
+        judge(compare(PLAIN, PLAIN), math.nan)
+    with pytest.raises(ValueError, match="epsilon is inf"):
+        judge(compare(PLAIN, PLAIN), math.inf)
+    broken = Difference(None, None, (0.5, math.nan), 0.0)
+    assert broken.delta == math.inf and judge(broken, 1e9).kind == "state fault"
+    assert judge(Difference(1, math.nan, (0.1, 0.1), 0.0), 1.0).kind == "state fault"
+    with pytest.raises(ValueError, match="finite"):
+        noise_bound([broken])
+
+
+def test_a_masked_vocabulary_is_no_difference():
+    masked = trace([[4.0, -math.inf, 0.0]])
+    assert judge(compare(masked, masked), 1e-4).kind == "identical"
+
+
+def test_empty_and_short_runs_are_refused():
+    with pytest.raises(ValueError, match="no tokens"):
+        compare(PLAIN, Trace([1, 2], [], [], torch.zeros(0, 3)))
+    with pytest.raises(ValueError, match="fewer rows"):
+        compare(PLAIN, Trace([1, 2], PLAIN.tokens, [], PLAIN.logits[:1]))
 
 
 OK = {"own": 5, "position": 4, "visible": 5, "beyond": 0, "held": 0}

@@ -36,6 +36,12 @@ FIRST_DIFFERENCE = Exercise(
         ([], [4]),
         ([], []),
         ([5, 6, 7, 8], [5, 6, 9, 8]),
+        ([5, 5, 7], [5, 6, 7]),
+        ([5, 6], [5, 6, 0]),
+        ([9, 6, 7], [5, 6, 7]),
+        ([5, 6, 7], [5, 7, 6]),
+        ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 9]),
+        ([49000, 300], [int("49000"), 301]),  # equal ids that are not the same object
     ),
     mistakes=(
         Mistake("It counts from 1. Token positions in this course count from 0.", _plus_one),
@@ -103,7 +109,7 @@ MARGIN = Exercise(
 
 def largest_delta(a: torch.Tensor, b: torch.Tensor, first: int | None) -> float:
     """Largest |Δlogit| over the steps both runs took in the same context: all up to and including `first`."""
-    steps = len(a) if first is None else first + 1
+    steps = min(len(a), len(b)) if first is None else min(first + 1, len(a), len(b))
     return float((a[:steps] - b[:steps]).abs().max())
 
 
@@ -118,11 +124,31 @@ def _pair(seed: int, first: int | None, wild: float = 40.0):
     return a, b, first
 
 
+def _planted(seed: int, first: int | None, row: int, column: int, size: float):
+    """Two runs that differ most at one place."""
+    a = _logits(seed)
+    b = a + 0.01 * _logits(seed + 100)
+    b[row, column] = a[row, column] + size
+    if first is not None:
+        b[first + 1 :] += 40.0
+    return a, b, first
+
+
 LARGEST_DELTA = Exercise(
     3,
     "largest_delta",
     largest_delta,
-    cases=(_pair(11, None), _pair(12, 2), _pair(13, 0), _pair(14, 1), (_logits(5), _logits(5), None)),
+    cases=(
+        _pair(11, None),
+        _pair(12, 2),
+        _pair(13, 0),
+        _pair(14, 1),
+        (_logits(5), _logits(5), None),
+        _planted(21, None, 3, 6, -1.5),
+        _planted(22, None, 2, 5, 1.5),
+        _planted(23, 2, 1, 6, -1.3),
+        _planted(24, 2, 0, 5, 1.3),
+    ),
     mistakes=(
         Mistake(
             "It goes past the first differing token. From there on the runs continue different texts.",
@@ -150,7 +176,7 @@ LARGEST_DELTA = Exercise(
 
 def verdict(delta: float | None, margin: float | None, epsilon: float) -> str:
     """ "state fault" or "noise", by the rule of `kvlab.compare`. `delta` None: only tokens are known; `margin` None: no flip."""
-    beyond = delta is not None and delta > epsilon
+    beyond = delta is not None and not delta <= epsilon  # so that a delta that is no number is a fault
     wide_flip = margin is not None and margin > 2 * epsilon
     return "state fault" if beyond or wide_flip else "noise"
 
@@ -174,6 +200,15 @@ VERDICT = Exercise(
         (None, None, 1.0),
         (1.4, 1.2, 1.0),
         (0.0, None, 0.0),
+        (3.0, None, 2.0),
+        (1.5, 7.0, 2.0),
+        (0.00005, 0.0003, 0.0001),
+        (0.5, 1.9, 1.0),
+        (0.5, 2.1, 1.0),
+        (0.5, 2.0, 1.0),
+        (1.05, None, 1.0),
+        (0.95, None, 1.0),
+        (1.1, 1.5, 1.0),
     ),
     mistakes=(
         Mistake(

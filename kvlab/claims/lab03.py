@@ -55,7 +55,7 @@ def verdicts() -> list[Verdict]:
             "A5",
             "confirmed" if leak["secret"] in leak["kept"]["text"] else "refuted",
             f"User B's question is answered “{_first_words(leak['kept']['text'])}” from user A's cache, and "
-            f"“{_first_words(leak['reset']['text'])}” from a clean one; |Δlogit| reaches {leak['verdict']['delta']:.3g}.",
+            f"“{_first_words(leak['reset']['text'])}” from a clean one; |Δlogit| reaches {leak['verdict']['delta']:.2g}.",
             "leak",
         ),
         verdict(

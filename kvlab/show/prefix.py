@@ -403,7 +403,7 @@ def facts(run: Run) -> dict[str, str]:
         "computed_1": str(found["1 shared"]["computed"]),
         "held": f"{found['3 shared']['held']:.0%}",
         "delta_3": _number(found["3 shared"]["delta"][1]),
-        "delta_alias": _deltas(alias).replace("\\", ""),
+        "delta_alias": _deltas(alias),
         "leaks": f"{alias['leaks']} of {alias['pairs']}",
         "alias_held": f"{found['3 saved cache, copied']['held']:.0%}",
         "delta_half": _number(half["delta"][1]),
