@@ -53,8 +53,15 @@ def visit(browser: Browser, url: str, *, viewport: dict[str, int] = DESKTOP, mod
 
 
 def switch_mode(page: Page, mode: str) -> None:
-    """Turn the page to light or dark, as its own button does."""
-    page.evaluate("mode => { document.documentElement.dataset.theme = document.documentElement.dataset.mode = mode }", mode)
+    """Turn the page to light or dark, as its own button does, and wait until the colours have arrived."""
+    page.evaluate(
+        """async mode => {
+          document.documentElement.dataset.theme = document.documentElement.dataset.mode = mode;
+          for (let frame = 0; frame < 3; frame++) await new Promise(done => requestAnimationFrame(done));
+          await Promise.all(document.getAnimations().map(each => each.finished.catch(() => {})));
+        }""",
+        mode,
+    )
 
 
 def external_requests(seen: Visit) -> list[str]:
