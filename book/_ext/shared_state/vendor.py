@@ -15,38 +15,39 @@ from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 
 WIDGETS = "@jupyter-widgets/html-manager/dist"  # where embed-amd.js looks for its icons, under the folder it is given
-# pattern under node_modules -> folder under _static/vendor
-NPM = {
-    "requirejs/require.js": ".",
-    f"{WIDGETS}/embed-amd.js": WIDGETS,
-    f"{WIDGETS}/*.woff2": WIDGETS,
-    "mathjax/es5/tex-chtml.js": "mathjax",
-    "mathjax/es5/output/chtml/fonts/woff-v2/*.woff": "mathjax/output/chtml/fonts/woff-v2",
-    "@fontsource-variable/literata/files/literata-latin-wght-*.woff2": "fonts",
-    "@fontsource-variable/ibm-plex-sans/files/ibm-plex-sans-latin-wght-normal.woff2": "fonts",
-    "@fontsource/ibm-plex-mono/files/ibm-plex-mono-latin-[46]00-normal.woff2": "fonts",
-}
+# pattern under node_modules, folder under _static/vendor
+NPM = (
+    ("requirejs/require.js", "."),
+    (f"{WIDGETS}/embed-amd.js", WIDGETS),
+    (f"{WIDGETS}/*.woff2", WIDGETS),
+    (f"{WIDGETS}/*.woff2", "@jupyter-widgets"),  # where it looks when its own address is not known, as from the disk
+    ("mathjax/es5/tex-chtml.js", "mathjax"),
+    ("mathjax/es5/output/chtml/fonts/woff-v2/*.woff", "mathjax/output/chtml/fonts/woff-v2"),
+    ("@fontsource-variable/literata/files/literata-latin-wght-*.woff2", "fonts"),
+    ("@fontsource-variable/ibm-plex-sans/files/ibm-plex-sans-latin-wght-normal.woff2", "fonts"),
+    ("@fontsource/ibm-plex-mono/files/ibm-plex-mono-latin-[46]00-normal.woff2", "fonts"),
+)
 
 
-def vendored(root: Path) -> dict[Path, str]:
-    """Return every file to copy and its place under _static/vendor; raise where a package is missing."""
-    files: dict[Path, str] = {}
-    for pattern, folder in NPM.items():
+def vendored(root: Path) -> dict[str, Path]:
+    """Return every place under _static/vendor and the file to copy there; raise where a package is missing."""
+    files: dict[str, Path] = {}
+    for pattern, folder in NPM:
         found = sorted((root / "node_modules").glob(pattern))
         if not found:
             raise ExtensionError(f"node_modules/{pattern} is missing: run `npm ci --ignore-scripts` in the project folder")
-        files |= {path: f"{folder}/{path.name}" for path in found}
+        files |= {f"{folder}/{path.name}": path for path in found}
     plotly = importlib.util.find_spec("plotly")
     if plotly is None or plotly.origin is None:
         raise ExtensionError("plotly is not installed: pip install -r requirements.txt")
-    return files | {Path(plotly.origin).parent / "package_data" / "plotly.min.js": "plotly.min.js"}
+    return files | {"plotly.min.js": Path(plotly.origin).parent / "package_data" / "plotly.min.js"}
 
 
 def copy_vendored(app: Sphinx) -> None:
     """Copy the vendored files that are missing from the site or differ in size or age."""
     if app.builder.format != "html":
         return
-    for source, target in vendored(Path(app.confdir)).items():
+    for target, source in vendored(Path(app.confdir)).items():
         destination = Path(app.outdir, "_static", "vendor", target)
         if not _same(source, destination):
             destination.parent.mkdir(parents=True, exist_ok=True)
