@@ -106,7 +106,7 @@ def verdicts() -> list[Verdict]:
             ("refined" if moved else "confirmed") if caught("2 found by its own tokens") else "refuted",
             f"{run.manifest.settings['prefix']} equal tokens at another start, reused: {_span(overlap)}. "
             + (
-                f"Positions are half of the reason: with the keys turned back to the right positions it is still {_span(moved)}, because K and V above the first "
+                f"Positions are only part of the reason: with the keys turned back to the right ones it is still {_span(moved)}, because K and V above the first "
                 f"layer depend on what stood before."
                 if moved
                 else "This model's positions cannot be turned back, so position and context are not told apart."

@@ -10,6 +10,7 @@ from plotly.subplots import make_subplots
 
 from kvlab.experiments import prefix_results as results
 from kvlab.record import Run
+from kvlab.show.password import number
 from kvlab.show.theme import FREE, GRID, HEALTHY, MUTED, OWNERS, PAD, SHARED, SICK, apply
 
 FLOOR = 1e-6  # identical runs have |Δlogit| 0, which a logarithmic axis cannot show
@@ -44,7 +45,7 @@ def deltas(run: Run) -> go.Figure:
                     request = pair["arms"][f["arm"].name]["requests"][f["hurt"]]
                     x.append(max(max(request["row"][2]), FLOOR))
                     y.append(_label(f))
-                    text.append(f"{f['arm'].what}<br>request {f['hurt']}, |Δlogit| {_number(max(request['row'][2]))}")
+                    text.append(f"{f['arm'].what}<br>request {f['hurt']}, |Δlogit| {number(max(request['row'][2]))}")
         fig.add_scatter(
             x=x,
             y=y,
@@ -55,7 +56,7 @@ def deltas(run: Run) -> go.Figure:
             hovertemplate="%{text}<extra></extra>",
         )
     fig.add_vline(x=bound, line={"color": MUTED, "dash": "dot"})
-    fig.add_annotation(x=math.log10(bound), y=1, yref="paper", yanchor="bottom", text=f"ε = {bound:.1g}", showarrow=False)
+    fig.add_annotation(x=math.log10(bound), y=1, yref="paper", yanchor="bottom", text=f"ε = {number(bound)}", showarrow=False)
     fig.update_xaxes(type="log", title="largest |Δlogit| (identical at the left edge)", exponentformat="power", gridcolor=GRID)
     fig.update_yaxes(categoryorder="array", categoryarray=[_label(f) for f in found])
     return apply(
@@ -235,54 +236,38 @@ def report_table(run: Run) -> str:
         ("3", None, "shared, rightly", "3 shared"),
     ]
     lines = [
-        "| group | sharing | reported: first token | all | memory | output | here: computed | first token | all | K/V | \\|Δlogit\\| | output |",
-        "|---|---|---:|---:|---:|---|---:|---:|---:|---:|---:|---|",
+        "| sharing | reported: first token / all / memory | output | here: first token / all / K/V | B computes | \\|Δlogit\\| | output |",
+        "|---|---|---|---|---:|---:|---|",
     ]
     for group, key, label, arm in rows:
         f = found[arm]
-        theirs = [""] * 4
+        isolated, theirs = f["arm"].kind == "isolated", ["", ""]
+        if isolated:
+            lines.append(f"| **{group}: {run.data['groups'][group]}** | | | | | | |")
         if key:
             base, mine = REPORT[group, "isolated"], REPORT[group, key]
-            theirs = [*(_ratio(a / b) for a, b in zip(mine[:3], base[:3])), mine[3]]
-        cells = [
-            f"{group}: {run.data['groups'][group]}" if key == "isolated" else "",
-            label,
-            *theirs,
-            f"{f['computed']} of {f['length']}",
-            _ratio(f["ttft"]),
-            _ratio(f["latency"]),
-            "" if f["held"] is None else _ratio(f["held"]),
-            "" if f["arm"].kind == "isolated" else _deltas(f),
-            "" if f["arm"].kind == "isolated" else _output(f),
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
+            theirs = [" / ".join(_ratio(a / b) for a, b in zip(mine[:3], base[:3])), mine[3]]
+        ours = " / ".join(_ratio(f[part]) for part in ("ttft", "latency", "held"))
+        cells = [label, *theirs, ours, f"{f['computed']} of {f['length']}"]
+        lines.append("| " + " | ".join([*cells, *(["", ""] if isolated else [_deltas(f), _output(f)])]) + " |")
     return "\n".join(lines)
 
 
 def groups_table(run: Run) -> str:
     """Markdown: every arm with what B computed, its ratios to isolated, and the verdict."""
     lines = [
-        "| way to share | what it does | computed | first token | all | K/V | \\|Δlogit\\| (request) | texts changed | verdict | `check()` |",
-        "|---|---|---:|---:|---:|---:|---:|---:|---|---|",
+        "| way to share | what it does | B computes | first token / all / K/V | \\|Δlogit\\| (request) | verdict | `check()` |",
+        "|---|---|---:|---|---:|---|---|",
     ]
     for f in results.arms(run).values():
         arm, mark = f["arm"], "**" if f["arm"].kind == "wrong" else ""
         isolated = arm.kind == "isolated"
-        said = "" if isolated else "noise" if f["faults"] == 0 else f"state fault, {f['faults']} of {f['pairs']}"
+        said = "noise" if f["faults"] == 0 else f"state fault, {f['faults']} of {f['pairs']}; text changed in {f['texts']}"
         said = "other ids: not the same prompt" if arm.group == 5 and f["faults"] else said
-        cells = [
-            f"{mark}{arm.name}{mark}",
-            arm.what,
-            f"{f['computed']} of {f['length']}",
-            _ratio(f["ttft"]),
-            _ratio(f["latency"]),
-            "" if f["held"] is None else _ratio(f["held"]),
-            "" if isolated else f"{_deltas(f)} ({f['hurt']})",
-            "" if isolated else f"{f['texts']} of {f['pairs']}",
-            said,
-            f["check"] or "",
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
+        ratios = " / ".join("–" if f[part] is None else _ratio(f[part]) for part in ("ttft", "latency", "held"))
+        cells = [f"{mark}{arm.name}{mark}", arm.what, f"{f['computed']} of {f['length']}", ratios]
+        cells += ["", ""] if isolated else [f"{_deltas(f)} ({f['hurt']})", said]
+        lines.append("| " + " | ".join([*cells, f["check"] or ""]) + " |")
     return "\n".join(lines)
 
 
@@ -312,7 +297,7 @@ def same_kv_table(run: Run) -> str:
     ]
     for row in run.data["same_kv"]:
         lines.append(
-            f"| {row['shape']} | {_number(row['largest'])} | {row['equal']:.1%} | {_number(row['first_layer_values'])} |"
+            f"| {row['shape']} | {number(row['largest'])} | {row['equal']:.1%} | {number(row['first_layer_values'])} |"
         )
     return "\n".join(lines)
 
@@ -327,7 +312,7 @@ def joins_table(run: Run) -> str:
         if "same" not in row:
             continue
         seam = f"`{_code(row['begin'])}` + `{_code(row['end'])}`"
-        delta = "" if row["same"] else _number(row["delta"]) + (", another first choice" if row["flips"] else "")
+        delta = "" if row["same"] else number(row["delta"]) + (", another first choice" if row["flips"] else "")
         lines.append(
             f"| {row['what']} | {seam} | {'yes' if row['same'] else '**no**'} | {row['usable']} of {row['prefix']} | {delta} |"
         )
@@ -338,7 +323,7 @@ def siblings_table(run: Run) -> str:
     """Markdown: K/V of a model of the same shape, read by this one."""
     lines = ["| the K/V comes from this model, | \\|Δlogit\\| | the two models alone differ by |", "|---|---:|---:|"]
     for row in run.data["siblings"]:
-        lines.append(f"| {row['sibling']} | {_number(row['mixed'])} | {_number(row['apart'])} |")
+        lines.append(f"| {row['sibling']} | {number(row['mixed'])} | {number(row['apart'])} |")
     return "\n".join(lines)
 
 
@@ -363,7 +348,7 @@ def long_table(run: Run) -> str:
 def predictions(guessed: dict[str, float], measured: dict[str, float]) -> str:
     """Markdown: what a reader guessed beside what was measured."""
     lines = ["| | guessed | measured |", "|---|---:|---:|"]
-    lines += [f"| {name} | {_number(guessed[name])} | {_number(measured[name])} |" for name in guessed]
+    lines += [f"| {name} | {number(guessed[name])} | {number(measured[name])} |" for name in guessed]
     return "\n".join(lines)
 
 
@@ -387,12 +372,12 @@ def facts(run: Run) -> dict[str, str]:
         "pairs": str(len(run.data["pairs"])),
         "requests": str(s["requests"]),
         "minutes": f"{(run.manifest.seconds or 0) / 60:.0f}",
-        "epsilon": f"{bound:.1g}",
+        "epsilon": number(bound),
         "right_arms": str(len(right)),
         "wrong_arms": str(len(wrong)),
-        "right_max": _number(max(f["delta"][1] for f in right)),
-        "wrong_min": _number(min(f["delta"][0] for f in wrong)),
-        "wrong_max": _number(max(f["delta"][1] for f in wrong)),
+        "right_max": number(max(f["delta"][1] for f in right)),
+        "wrong_min": number(min(f["delta"][0] for f in wrong)),
+        "wrong_max": number(max(f["delta"][1] for f in wrong)),
         "apart": f"{math.log10(min(f['delta'][0] for f in wrong) / max(f['delta'][1] for f in right)):.1f}",
         "wrong_same_text": str(sum(f["pairs"] - f["texts"] for f in wrong)),
         "wrong_runs": str(sum(f["pairs"] for f in wrong)),
@@ -402,11 +387,11 @@ def facts(run: Run) -> dict[str, str]:
         "ttft_1": f"{1 / found['1 shared']['ttft']:.1f}",
         "computed_1": str(found["1 shared"]["computed"]),
         "held": f"{found['3 shared']['held']:.0%}",
-        "delta_3": _number(found["3 shared"]["delta"][1]),
+        "delta_3": number(found["3 shared"]["delta"][1]),
         "delta_alias": _deltas(alias),
         "leaks": f"{alias['leaks']} of {alias['pairs']}",
         "alias_held": f"{found['3 saved cache, copied']['held']:.0%}",
-        "delta_half": _number(half["delta"][1]),
+        "delta_half": number(half["delta"][1]),
         "delta_overlap": _deltas(found["2 found by its own tokens"]),
         "delta_from_zero": _deltas(found["3 suffix positions from 0"]),
         "delta_written": _deltas(found["3½ shared block written"]),
@@ -414,11 +399,11 @@ def facts(run: Run) -> dict[str, str]:
         "delta_edited": _deltas(found["4 blocks not verified"]),
         "delta_pieces": _deltas(found["5 tokenised apart"]),
         "delta_twice": _deltas(found["1 last token fed twice"]),
-        "kv_same": _number(same["the prefix alone, again"]["largest"]),
-        "kv_pieces": _number(max(row["largest"] for shape, row in same.items() if shape.startswith("in pieces"))),
-        "kv_behind": _number(same["with a suffix behind it"]["largest"]),
-        "kv_texts": _number(same["with two suffixes behind it, against each other"]["largest"]),
-        "kv_moved": _number(same["behind another beginning"]["largest"]),
+        "kv_same": number(same["the prefix alone, again"]["largest"]),
+        "kv_pieces": number(max(row["largest"] for shape, row in same.items() if shape.startswith("in pieces"))),
+        "kv_behind": number(same["with a suffix behind it"]["largest"]),
+        "kv_texts": number(same["with two suffixes behind it, against each other"]["largest"]),
+        "kv_moved": number(same["behind another beginning"]["largest"]),
         "prefix_share": f"{together['shared']['prefix_bytes'] / together['isolated']['prefix_bytes']:.1%}",
         "held_share": f"{together['shared']['held'] / together['isolated']['held']:.0%}",
         "own_ttft": f"{statistics.median(together['isolated']['ttft']) / statistics.median(together['shared']['ttft'][1:]):.1f}",
@@ -433,7 +418,7 @@ def facts(run: Run) -> dict[str, str]:
         "long_computed": f"{long['books']['isolated']['computed'] / long['books']['shared']['computed']:.0f}",
         "long_model": str(len(long["model"]["ttft"])),
         "long_ttft": f"{long['model']['ttft_isolated'] / statistics.median(long['model']['ttft'][1:]):.0f}",
-        "long_delta": _number(long["model"]["delta"]),
+        "long_delta": number(long["model"]["delta"]),
         "hit_1": f"{rows[1]['hit_rate']:.1%}",
         "hit_16": f"{rows[16]['hit_rate']:.1%}",
         "hit_256": f"{rows[256]['hit_rate']:.1%}",
@@ -444,7 +429,7 @@ def facts(run: Run) -> dict[str, str]:
         "seams_split": str(sum(not row["same"] for row in seams)),
         "turns": str(len(turns)),
         "turns_kept": str(sum(row["kept"] >= row["prompt"] + row["answer"] for row in turns)),
-        "sibling_bf16": _number(run.data["siblings"][0]["mixed"]),
+        "sibling_bf16": number(run.data["siblings"][0]["mixed"]),
         "sibling_epsilons": f"{run.data['siblings'][0]['mixed'] / bound:,.0f}",
     }
     if "2 moved, keys turned back" in found:
@@ -458,8 +443,8 @@ def _label(found: dict) -> str:
 
 def _output(found: dict) -> str:
     if found["faults"]:
-        return f"**another state** ({found['texts']} of {found['pairs']} texts changed)"
-    return "the same" if not found["texts"] else f"{found['texts']} texts changed, within 2ε"
+        return f"**another state** (text changed in {found['texts']} of {found['pairs']})"
+    return "the same" if not found["texts"] else f"text changed in {found['texts']}, within 2ε"
 
 
 def _ratio(value: float) -> str:
@@ -467,12 +452,8 @@ def _ratio(value: float) -> str:
 
 
 def _deltas(found: dict) -> str:
-    low, high = (_number(value) for value in found["delta"])
+    low, high = (number(value) for value in found["delta"])
     return low if low == high else f"{low} to {high}"
-
-
-def _number(value: float) -> str:
-    return "0" if value == 0 else f"{value:.2g}"
 
 
 def _quote(text: str) -> str:
