@@ -410,7 +410,7 @@ def test_verdicts_follow_the_run(run, monkeypatch):
         pair["arms"]["4 blocks not verified"] = pair["arms"]["4 shared"]
     monkeypatch.setattr(record, "load", lambda name: broken)
     given = {v.claim: v.kind for v in claims.verdicts(6)}
-    assert given["B5"] != "refuted" and given["B4"] == "refuted" and given["B10"] == "refuted" and given["B8"] == "refined"
+    assert given["B5"] != "refuted" and given["B4"] == "refuted" and given["B10"] == "refuted" and given["B8"] == "refuted"
 
 
 # ---- figures and the chapter --------------------------------------------------------------------------------------------
