@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 from kvlab.experiments import confusion
 from kvlab.experiments.password import ARMS
 from kvlab.record import Run
-from kvlab.show.theme import GRID, HEALTHY, HEALTHY_TO_SICK, MUTED, SICK, apply
+from kvlab.show.theme import HEALTHY, HEALTHY_TO_SICK, MUTED, SICK, apply
 
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 TICKS = ["0", "1e−4", "0.01", "1"]
@@ -201,7 +201,7 @@ def predictions(guessed: dict[str, float], measured: dict[str, float]) -> go.Fig
             marker={"color": colour, "size": 13, "symbol": symbol, "line": {"width": 2.5}},
             hovertemplate="%{y}: %{x:.2g}<extra>" + label + "</extra>",
         )
-    fig.update_xaxes(type="log", title="largest |Δlogit|", exponentformat="power", gridcolor=GRID)
+    fig.update_xaxes(type="log", title="largest |Δlogit|", exponentformat="power")
     fig.update_yaxes(autorange="reversed")
     return apply(fig, height=320, alt="Guessed and measured logit differences for each arm, on a logarithmic axis.")
 

@@ -11,7 +11,7 @@ from plotly.subplots import make_subplots
 from kvlab.experiments import prefix_results as results
 from kvlab.record import Run
 from kvlab.show.password import number
-from kvlab.show.theme import FREE, GRID, HEALTHY, MUTED, OWNERS, PAD, SHARED, SICK, apply
+from kvlab.show.theme import FREE, HEALTHY, MUTED, OWNERS, PAD, SHARED, SICK, apply
 
 FLOOR = 1e-6  # identical runs have |Δlogit| 0, which a logarithmic axis cannot show
 
@@ -57,7 +57,7 @@ def deltas(run: Run) -> go.Figure:
         )
     fig.add_vline(x=bound, line={"color": MUTED, "dash": "dot"})
     fig.add_annotation(x=math.log10(bound), y=1, yref="paper", yanchor="bottom", text=f"ε = {number(bound)}", showarrow=False)
-    fig.update_xaxes(type="log", title="largest |Δlogit| (identical at the left edge)", exponentformat="power", gridcolor=GRID)
+    fig.update_xaxes(type="log", title="largest |Δlogit| (identical at the left edge)", exponentformat="power")
     fig.update_yaxes(categoryorder="array", categoryarray=[_label(f) for f in found])
     return apply(
         fig,
