@@ -35,6 +35,11 @@ HEAD = "---\njupytext:\n  text_representation: {extension: .md, format_name: mys
     [
         ("```{code-cell} python3\n:tags: [exercise]\n\ndef f(x):\n    return x\n```\n", "BEGIN SOLUTION"),
         ("```{code-cell} python3\n:tags: [check]\n\nchecks.F.check(f)\n```\n", "points"),
+        ("```{code-cell} python3\n:tags: [check]\n:points: many\n\nchecks.F.check(f)\n```\n", "points"),
+        (
+            "```{code-cell} python3\n:tags: [exercise]\n\ndef f(x):\n    ### BEGIN SOLUTION\n    y = 1\n    ### END SOLUTION\n    return 42\n```\n",
+            "after ### END SOLUTION",
+        ),
         ("# Title\n\n:::{note}\nnot Markdown\n:::\n", "MyST"),
         ("A {glue:text}`number` from somewhere.\n", "MyST"),
     ],

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import jupytext
 import nbformat
+import yaml
 from nbgrader.preprocessors import ClearHiddenTests, ClearOutput, ClearSolutions, LockCells
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -54,8 +55,10 @@ def _mark(cell, index: int, source: Path) -> None:
         return
     if solution and "### BEGIN SOLUTION" not in cell.source:
         raise ValueError(f"{source.name}: an exercise cell without ### BEGIN SOLUTION: its answer would be in the lab")
-    if check and "points" not in cell.metadata:
-        raise ValueError(f"{source.name}: a check cell without points")
+    if solution and cell.source.split("### END SOLUTION")[-1].strip():
+        raise ValueError(f"{source.name}: code after ### END SOLUTION, or no such line: it would be in the lab")
+    if check and type(cell.metadata.get("points")) is not int:
+        raise ValueError(f"{source.name}: a check cell needs :points: and a whole number")
     order = sum(1 for other in (solution, check) if other)
     if order != 1:
         raise ValueError(f"{source.name}: a cell is an exercise or a check, not both")
@@ -85,8 +88,8 @@ def main(arguments: list[str] | None = None) -> int:
     for source in options.sources or sorted((ROOT / "solutions").glob("[0-9]*.md")):
         try:
             text = make(source)
-        except ValueError as error:
-            print(f"make_labs: {error}", file=sys.stderr)
+        except (ValueError, OSError, RuntimeError, yaml.YAMLError) as error:
+            print(f"make_labs: {source.name}: {error}", file=sys.stderr)
             return 1
         lab = ROOT / "labs" / f"{source.stem}.ipynb"
         if not lab.exists() or lab.read_text(encoding="utf-8") != text:
