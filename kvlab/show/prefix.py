@@ -406,7 +406,6 @@ def facts(run: Run) -> dict[str, str]:
         "kv_moved": number(same["behind another beginning"]["largest"]),
         "prefix_share": f"{together['shared']['prefix_bytes'] / together['isolated']['prefix_bytes']:.1%}",
         "held_share": f"{together['shared']['held'] / together['isolated']['held']:.0%}",
-        "own_ttft": f"{statistics.median(together['isolated']['ttft']) / statistics.median(together['shared']['ttft'][1:]):.1f}",
         "first_token_saved": f"{1 - first['shared'] / first['isolated']:.0%}",
         "makespan": f"{together['isolated']['makespan'] / together['shared']['makespan']:.1f}",
         "together_same": f"{together['same_texts']} of {s['requests']}",
