@@ -27,9 +27,9 @@ from kvlab.runtime import Loaded, load
 from kvlab.runtime.decode import Trace, attention_kernel, greedy, margins, pad_left, score, static_cache, threads
 
 SEED = 7
-PROMPTS, QUICK_PROMPTS = 220, 6
+PROMPTS, QUICK_PROMPTS = 220, 2
 NEW_TOKENS = 5
-LONG_TEXT = 48  # tokens generated for the question where differences fall (claim A8)
+LONG_TEXT, QUICK_TEXT = 48, 12  # tokens generated for the question where differences fall (claim A8)
 DTYPES = ("float32", "bfloat16", "float16")
 
 SHORT_NEIGHBOUR = "Name a colour."
@@ -276,6 +276,7 @@ def run(
 
     began = time.perf_counter()
     count = prompts or (QUICK_PROMPTS if quick else PROMPTS)
+    length = QUICK_TEXT if quick else LONG_TEXT
     dtypes = list(dtypes if not quick else [d for d in dtypes if d != "float16"])
     loaded = load(name, device=device, dtype="float32")
     manifest = record.manifest(
@@ -283,7 +284,7 @@ def run(
         loaded,
         dtypes=dtypes,
         seed=SEED,
-        settings={"prompts": count, "new_tokens": NEW_TOKENS, "long_text": LONG_TEXT},
+        settings={"prompts": count, "new_tokens": NEW_TOKENS, "long_text": length},
         flags="--quick" if quick else "",
     )
     chosen = make_prompts.make(loaded.tokenizer, count, SEED)
@@ -315,7 +316,7 @@ def run(
             )
             bar.update(count)
     bar.set_description("where differences fall")
-    places = kept.get(["places"], lambda: _places(name, device, dtypes, rows, [p.password for p in chosen]))
+    places = kept.get(["places"], lambda: _places(name, device, dtypes, rows, [p.password for p in chosen], length))
     bar.update(count * len(dtypes))
     bar.close()
     data = {
@@ -383,7 +384,7 @@ def _json_or_none(line: str):
 
 
 @torch.inference_mode()
-def _places(name, device, dtypes, rows, passwords) -> dict:
+def _places(name, device, dtypes, rows, passwords, length) -> dict:
     """Along a longer fp32 text of each prompt, token by token: the margin, which dtypes choose another token, and the place.
 
     The 16-bit logits come from one forward over the fp32 text, so every token is judged in the same context.
@@ -396,8 +397,8 @@ def _places(name, device, dtypes, rows, passwords) -> dict:
         out = loaded.model.generate(
             ids.to(loaded.model.device),
             attention_mask=is_token.long().to(loaded.model.device),
-            max_new_tokens=LONG_TEXT,
-            min_new_tokens=LONG_TEXT,
+            max_new_tokens=length,
+            min_new_tokens=length,
             do_sample=False,
             pad_token_id=loaded.tokenizer.pad_token_id,
         )
