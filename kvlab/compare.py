@@ -91,14 +91,8 @@ def compare(reference: Trace, other: Trace) -> Difference:
     deltas = (left - right).abs().masked_fill(left == right, 0.0).amax(-1)  # −∞ on both sides is no difference
     deltas = deltas.nan_to_num(nan=float("inf"))
     log_p, log_q = left.log_softmax(-1), right.log_softmax(-1)
-    kl = (
-        (log_p.exp() * (log_p - log_q))
-        .nan_to_num(nan=0.0 if bool((left == right).all()) else float("nan"))
-        .sum(-1)
-        .clamp(min=0)
-        .nan_to_num(nan=float("inf"))
-        .max()
-    )
+    gain = (log_p - log_q).masked_fill(log_p == log_q, 0.0)  # here too
+    kl = (log_p.exp() * gain).sum(-1).clamp(min=0).nan_to_num(nan=float("inf")).max()
     has_margin = first is not None and first < steps
     return Difference(first, float(margins(left)[first]) if has_margin else None, tuple(deltas.tolist()), float(kl))
 

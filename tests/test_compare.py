@@ -94,6 +94,8 @@ def test_numbers_that_are_none():
 def test_a_masked_vocabulary_is_no_difference():
     masked = trace([[4.0, -math.inf, 0.0]])
     assert judge(compare(masked, masked), 1e-4).kind == "identical"
+    assert compare(masked, masked).kl == 0
+    assert compare(masked, trace([[4.0, -math.inf, 0.1]])).kl < 0.01, "what both runs rule out adds nothing"
 
 
 def test_empty_and_short_runs_are_refused():
