@@ -6,13 +6,12 @@ arm changes something that must not matter; a sick arm is a healthy one with a f
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
-import json
 import multiprocessing
-import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -20,17 +19,21 @@ import torch
 
 from kvlab import record
 from kvlab.compare import Difference, audit, compare
+from kvlab.experiments import places
 from kvlab.experiments import prompts as make_prompts
+from kvlab.experiments.checkpoint import Checkpoint
 from kvlab.experiments.prompts import Prompt, encode
 from kvlab.faults import fault
 from kvlab.runtime import Loaded, load
-from kvlab.runtime.decode import Trace, attention_kernel, greedy, margins, pad_left, score, static_cache, threads
+from kvlab.runtime.decode import Trace, attention_kernel, greedy, static_cache, threads
 
 SEED = 7
-PROMPTS, QUICK_PROMPTS = 220, 2
-NEW_TOKENS = 5
+PROMPTS, QUICK_PROMPTS = 200, 2
+NEW_TOKENS = 4
 LONG_TEXT, QUICK_TEXT = 48, 12  # tokens generated for the question where differences fall (claim A8)
 DTYPES = ("float32", "bfloat16", "float16")
+MOST_PROCESSES, PROMPTS_A_PROCESS = 4, 25  # each holds a model, and starting one takes seconds
+WITHOUT_CACHE = 40  # prompts of the control experiment (claim A24)
 
 SHORT_NEIGHBOUR = "Name a colour."
 PREVIOUS_REQUEST = (
@@ -89,14 +92,22 @@ def _same_length(rows) -> Iterator[list[int]]:
         yield group
 
 
-def _batched(loaded: Loaded, world: World, rows, *, before=(), after=()) -> list[Trace]:
-    """Rows of one length run together, with the neighbours `before` and `after` them."""
+def _grouped(rows, run_group: Callable[[list], list[Trace]]) -> list[Trace]:
+    """`run_group` over the rows of one length at a time; the traces in the order of `rows`."""
     traces: list[Trace | None] = [None] * len(rows)
     for group in _same_length(rows):
-        batch = [*before, *(rows[index] for index in group), *after]
-        for index, trace in zip(group, greedy(loaded, batch, world.new_tokens)[len(before) :]):
+        for index, trace in zip(group, run_group([rows[index] for index in group])):
             traces[index] = trace
     return traces
+
+
+def _batched(loaded: Loaded, world: World, rows, *, before=(), after=()) -> list[Trace]:
+    """Rows of one length run together, with the neighbours `before` and `after` them."""
+
+    def run_group(group):
+        return greedy(loaded, [*before, *group, *after], world.new_tokens)[len(before) :]
+
+    return _grouped(rows, run_group)
 
 
 def _beside_short(loaded: Loaded, world: World, rows) -> list[Trace]:
@@ -114,14 +125,13 @@ def _other_order(loaded: Loaded, world: World, rows) -> list[Trace]:
 def _reused(loaded: Loaded, world: World, rows) -> list[Trace]:
     """A cache that has served the earlier request is handed to this one."""
     used = _used_cache(loaded, tuple(world.previous))
-    traces: list[Trace | None] = [None] * len(rows)
-    for group in _same_length(rows):
+
+    def run_group(group):
         cache = copy.deepcopy(used)
         cache.batch_repeat_interleave(len(group))
-        batch = greedy(loaded, [rows[index] for index in group], world.new_tokens, cache=cache)
-        for index, trace in zip(group, batch):
-            traces[index] = trace
-    return traces
+        return greedy(loaded, group, world.new_tokens, cache=cache)
+
+    return _grouped(rows, run_group)
 
 
 @torch.inference_mode()
@@ -190,8 +200,8 @@ ARMS: dict[str, Arm] = {
         Arm(
             "chunked prefill",
             "healthy",
-            "the prompt prefilled seven tokens at a time",
-            functools.partial(_alone, chunk=7),
+            "the prompt prefilled sixteen tokens at a time",
+            functools.partial(_alone, chunk=16),
         ),
         Arm("beside a short one", "healthy", "in a batch with rows of its length and a shorter one", _beside_short),
         Arm(
@@ -271,189 +281,182 @@ def run(
     checkpoint: str | Path | None = None,
     progress: bool = True,
 ) -> record.Run:
-    """Every arm over every prompt in every dtype. `checkpoint`, a file, keeps finished arms: a cut run goes on there."""
+    """Every arm over every prompt in every dtype. `checkpoint`, a file, keeps finished parts: a cut run goes on there.
+
+    On a CPU the prompts are shared out to as many processes as there are cores, up to four: a model of this size gains next to
+    nothing from a second thread, and all from a second process.
+    """
     from tqdm.auto import tqdm
 
-    began = time.perf_counter()
     count = prompts or (QUICK_PROMPTS if quick else PROMPTS)
     length = QUICK_TEXT if quick else LONG_TEXT
     dtypes = list(dtypes if not quick else [d for d in dtypes if d != "float16"])
     loaded = load(name, device=device, dtype="float32")
-    manifest = record.manifest(
-        "password",
-        loaded,
-        dtypes=dtypes,
-        seed=SEED,
-        settings={"prompts": count, "new_tokens": NEW_TOKENS, "long_text": length},
-        flags="--quick" if quick else "",
-    )
-    chosen = make_prompts.make(loaded.tokenizer, count, SEED)
-    rows = [list(prompt.ids) for prompt in chosen]
-    world = world_for(loaded, chosen, NEW_TOKENS)
+    cores = torch.get_num_threads()
+    processes = min(cores, MOST_PROCESSES, max(1, count // PROMPTS_A_PROCESS)) if loaded.device.startswith("cpu") else 1
+    with threads(max(1, cores // processes)):
+        manifest = record.manifest(
+            "password",
+            loaded,
+            dtypes=dtypes,
+            seed=SEED,
+            settings={"prompts": count, "new_tokens": NEW_TOKENS, "long_text": length, "processes": processes},
+            flags="--quick" if quick else "",
+        )
     kept = Checkpoint(checkpoint, manifest)
-    bar = tqdm(
-        total=len(dtypes) * len(ARMS) * count + count * (1 + len(dtypes)),
-        unit="run",
-        disable=not progress,
-        desc="reference",
-    )
-
-    reference = []
-    for row in rows:
-        reference += _alone(loaded, world, [row])
-        bar.update()
-    plain_seconds = time.perf_counter() - began
-    arms: dict[str, dict[str, list]] = {}
-    for dtype in dtypes:
-        if dtype != "float32":
-            loaded = load(name, device=device, dtype=dtype)
-        arms[dtype] = {}
-        for arm in ARMS.values():
-            bar.set_description(f"{dtype}, {arm.name}")
-            arms[dtype][arm.name] = kept.get(
-                [dtype, arm.name],
-                functools.partial(_rows, loaded, arm, world, rows, reference),
+    chosen = make_prompts.make(loaded.tokenizer, count, SEED)
+    world = world_for(loaded, chosen, NEW_TOKENS)
+    shares = share_out([prompt.ids for prompt in chosen], processes)
+    bar = tqdm(total=(len(dtypes) * len(ARMS) + 3) * count, unit="run", disable=not progress, smoothing=0.05)
+    with contextlib.ExitStack() as stack:
+        pools = [
+            stack.enter_context(
+                ProcessPoolExecutor(
+                    1,
+                    mp_context=multiprocessing.get_context("spawn"),
+                    initializer=_take,
+                    initargs=(
+                        Share(
+                            loaded.name,
+                            loaded.device,
+                            manifest.device["threads"],
+                            world,
+                            [list(chosen[index].ids) for index in share],
+                            [chosen[index].password for index in share],
+                            [at for at, index in enumerate(share) if index < WITHOUT_CACHE],
+                            dtypes,
+                            length,
+                        ),
+                    ),
+                )
             )
-            bar.update(count)
-    bar.set_description("where differences fall")
-    places = kept.get(["places"], lambda: _places(name, device, dtypes, rows, [p.password for p in chosen], length))
-    bar.update(count * len(dtypes))
+            for share in shares
+        ]
+        del loaded
+        _work_off(pools, shares, dtypes, kept, bar)
     bar.close()
+
+    def together(part: str, *of: str) -> list:
+        """What all shares gave for a part, in the order of the prompts."""
+        rows: list = [None] * count
+        for number, share in enumerate(shares):
+            for index, row in zip(share, kept.get([part, *of, number])):
+                rows[index] = row
+        return rows
+
+    controls = [kept.get(["without cache", number]) for number in range(len(shares))]
+    reference = together("reference")
+    texts = together("places")
     data = {
         "prompts": [{k: v for k, v in asdict(p).items() if k not in ("ids", "text")} | {"tokens": len(p.ids)} for p in chosen],
-        "reference": {
-            "tokens": [trace.tokens for trace in reference],
-            "margins": [[record.short(m) for m in trace.margins().tolist()] for trace in reference],
-        },
+        "reference": {"tokens": [row["tokens"] for row in reference], "margins": [row["margins"] for row in reference]},
         "world": {"short": len(world.short), "long": len(world.long), "previous": len(world.previous)},
-        "arms": arms,
-        "places": places,
-        "without_cache": kept.get(["without cache"], lambda: _without_cache(name, device, rows[:40], reference, world)),
+        "arms": {dtype: {arm: together("arm", dtype, arm) for arm in ARMS} for dtype in dtypes},
+        "places": {
+            "texts": [{k: v for k, v in text.items() if k != "flips"} for text in texts],
+            "flips": {dtype: [text["flips"][dtype] for text in texts] for dtype in dtypes if dtype != "float32"},
+        },
+        "without_cache": {arm: [row for control in controls for row in control[arm]] for arm in controls[0]},
     }
-    return record.Run(replace(manifest, seconds=None if kept.took() is None else round(kept.took() + plain_seconds, 1)), data)
+    return record.Run(replace(manifest, seconds=kept.took()), data)
 
 
-class Checkpoint:
-    """Finished parts of a run, one JSON line each. A file that belongs to another run (other manifest) is started anew."""
-
-    def __init__(self, path: str | Path | None, manifest: record.Manifest):
-        self.path = Path(path) if path else None
-        key = asdict(manifest)
-        self.key = {k: key[k] for k in ("experiment", "model", "dtypes", "device", "versions", "seed", "settings")}
-        self.parts: dict[str, object] = {}
-        self.seconds: dict[str, float | None] = {}  # what each part took, also in an earlier, cut run
-        if self.path and self.path.exists():
-            lines = self.path.read_text().splitlines()
-            if lines and json.loads(lines[0]) == self.key:
-                for line in lines[1:]:
-                    with_value = _json_or_none(line)  # a cut run leaves half a last line
-                    if with_value:
-                        key = json.dumps(with_value[0])
-                        self.parts[key] = with_value[1]
-                        self.seconds[key] = with_value[2] if len(with_value) > 2 else None
-        if self.path:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            kept = [json.dumps(self.key), *(json.dumps([json.loads(k), v, self.seconds[k]]) for k, v in self.parts.items())]
-            self.path.write_text("\n".join(kept) + "\n")
-
-    def get(self, part: list, compute: Callable[[], object]) -> object:
-        """The finished part, or what `compute` gives, which is then kept."""
-        key = json.dumps(part)
-        if key not in self.parts:
-            began = time.perf_counter()
-            self.parts[key] = compute()
-            self.seconds[key] = round(time.perf_counter() - began, 1)
-            if self.path:
-                with self.path.open("a") as file:
-                    file.write(json.dumps([part, self.parts[key], self.seconds[key]]) + "\n")
-        return self.parts[key]
-
-    def took(self) -> float | None:
-        """Seconds that all parts took together, cut runs included; None if that is not known."""
-        return None if None in self.seconds.values() else sum(self.seconds.values())
+def share_out(rows: Sequence[Sequence[int]], shares: int) -> list[list[int]]:
+    """Indices of the rows, shared out so that rows which run as one batch stay together; every share about as large."""
+    out: list[list[int]] = [[] for _ in range(shares)]
+    for group in sorted(_same_length(rows), key=lambda group: -len(group) * len(rows[group[0]])):
+        min(out, key=lambda share: sum(len(rows[index]) for index in share)).extend(group)
+    return [sorted(share) for share in out if share]
 
 
-def _json_or_none(line: str):
-    try:
-        return json.loads(line)
-    except ValueError:
-        return None
+def _work_off(pools, shares, dtypes, kept: Checkpoint, bar) -> None:
+    """Every part of every share; each process is given its next part when it has finished one, so that a stop is a stop."""
+    parts = [["reference"], *(["arm", dtype, arm] for dtype in dtypes for arm in ARMS), ["places"], ["without cache"]]
+    to_do = [iter(parts) for _ in pools]
+    running: dict = {}
+
+    def next_part(number: int) -> None:
+        for part in to_do[number]:
+            if [*part, number] not in kept:
+                running[pools[number].submit(_part, *part)] = (number, part)
+                bar.set_description(", ".join(part[1:]) or part[0])
+                return
+            bar.update(len(shares[number]))
+
+    for number in range(len(pools)):
+        next_part(number)
+    while running:
+        for future in wait(running, return_when=FIRST_COMPLETED).done:
+            number, part = running.pop(future)
+            kept.keep([*part, number], future.result())
+            bar.update(len(shares[number]))
+            next_part(number)
 
 
-# --- where differences fall (claim A8) ---------------------------------------------------------------------------------
+# --- in the processes: each keeps its share of the prompts, what they give in the plainest run, and one model at a time ---
 
 
-@torch.inference_mode()
-def _places(name, device, dtypes, rows, passwords, length) -> dict:
-    """Along a longer fp32 text of each prompt, token by token: the margin, which dtypes choose another token, and the place.
+@dataclass(frozen=True)
+class Share:
+    """What one process works on. `control`: which of its rows the control experiment takes."""
 
-    The 16-bit logits come from one forward over the fp32 text, so every token is judged in the same context.
-    """
-    loaded = load(name, device=device, dtype="float32")
-    texts, places, reference = [], [], []
-    for begin in range(0, len(rows), 8):
-        batch = rows[begin : begin + 8]
-        ids, is_token = pad_left(batch, loaded.tokenizer.pad_token_id)
-        out = loaded.model.generate(
-            ids.to(loaded.model.device),
-            attention_mask=is_token.long().to(loaded.model.device),
-            max_new_tokens=length,
-            min_new_tokens=length,
-            do_sample=False,
-            pad_token_id=loaded.tokenizer.pad_token_id,
-        )
-        texts += [row + new[ids.shape[1] :].tolist() for row, new in zip(batch, out)]
-    for row, text, password in zip(rows, texts, passwords):
-        logits = score(loaded, text)[len(row) - 1 : -1]
-        reference.append(logits.argmax(-1))
-        places.append(
-            {
-                "margins": [record.short(m, 3) for m in margins(logits).tolist()],
-                "punctuation": _flags(is_punctuation(loaded.tokenizer.decode([token])) for token in text[len(row) :]),
-                "repetition": _flags(repetition_starts(text, len(row))),
-                "repeats_password": password in loaded.tokenizer.decode(text[len(row) :]),
-            }
-        )
-    flips: dict[str, list[str]] = {}
-    for dtype in dtypes:
-        if dtype == "float32":
-            continue
-        loaded = load(name, device=device, dtype=dtype)
-        flips[dtype] = [
-            _flags((score(loaded, text)[len(row) - 1 : -1].argmax(-1) != chosen).tolist())
-            for row, text, chosen in zip(rows, texts, reference)
-        ]
-    return {"texts": places, "flips": flips}
+    name: str
+    device: str
+    threads: int
+    world: World
+    rows: list[list[int]]
+    passwords: list[str]
+    control: list[int]
+    dtypes: list[str]
+    long_text: int
 
 
-def _flags(values) -> str:
-    return "".join("1" if value else "0" for value in values)
+_mine: Share
 
 
-def is_punctuation(text: str) -> bool:
-    """True for a token of punctuation only, such as ",", ".\\n" or "。"; blanks around it do not count."""
-    import unicodedata
-
-    text = text.strip()
-    return bool(text) and all(unicodedata.category(character).startswith("P") for character in text)
+def _take(share: Share) -> None:
+    global _mine
+    _mine = share
+    torch.set_num_threads(share.threads)
 
 
-def repetition_starts(ids: Sequence[int], begin: int, length: int = 3) -> list[bool]:
-    """For each token from `begin` on: is it the first of `length` tokens that have stood in the text before?
-
-    A token inside a repetition that is already under way is not a start.
-    """
-    seen = {tuple(ids[at : at + length]): at for at in range(len(ids) - length, -1, -1)}  # first occurrence of each run
-    repeats = [at + length <= len(ids) and seen[tuple(ids[at : at + length])] < at for at in range(len(ids))]
-    return [repeats[at] and not repeats[at - 1] for at in range(begin, len(ids))]
+@functools.lru_cache(maxsize=1)
+def _model(dtype: str) -> Loaded:
+    return load(_mine.name, device=_mine.device, dtype=dtype)
 
 
-# --- the control experiment (claim A24) --------------------------------------------------------------------------------
+@functools.lru_cache(maxsize=1)
+def _reference() -> list[Trace]:
+    return _alone(_model("float32"), _mine.world, _mine.rows)
 
 
-def _without_cache(name, device, rows, reference, world) -> dict[str, list]:
-    """Each sick arm again with the cache off, where that is possible: does the difference go away?"""
-    loaded = load(name, device=device, dtype="float32")
+def _part(part: str, *of: str) -> object:
+    """One part over this process's share, as plain JSON values."""
+    reference = _reference()
+    if part == "reference":
+        return [{"tokens": t.tokens, "margins": [record.short(m) for m in t.margins().tolist()]} for t in reference]
+    if part == "arm":
+        dtype, arm = of
+        return _rows(_model(dtype), ARMS[arm], _mine.world, _mine.rows, reference)
+    if part == "places":
+        return _places()
+    return _without_cache(_model("float32"), [_mine.rows[at] for at in _mine.control], [reference[at] for at in _mine.control])
+
+
+def _places() -> list[dict]:
+    """The longer texts in fp32, and which of their tokens each other dtype would have chosen differently (claim A8)."""
+    texts = places.write(_model("float32"), _mine.rows, _mine.passwords, _mine.long_text)
+    flips = {dtype: places.flips(_model(dtype), texts) for dtype in _mine.dtypes if dtype != "float32"}
+    kept = ("margins", "punctuation", "repetition", "repeats_password")
+    return [
+        {key: text[key] for key in kept} | {"flips": {dtype: flips[dtype][at] for dtype in flips}}
+        for at, text in enumerate(texts)
+    ]
+
+
+def _without_cache(loaded: Loaded, rows, reference) -> dict[str, list]:
+    """Each sick arm again with the cache off, where that is possible: does the difference go away? (claim A24)"""
+    world = _mine.world
     off = functools.partial(_alone, use_cache=False)
 
     def padded(loaded, world, rows):

@@ -17,7 +17,8 @@ from kvlab import record
 from kvlab.compare import Verdict, judge, noise_bound
 from kvlab.core.blocks import BlockManager, InvariantError
 from kvlab.core.prefixes import PrefixIndex
-from kvlab.experiments.password import Checkpoint, difference_of, row_of
+from kvlab.experiments.checkpoint import Checkpoint
+from kvlab.experiments.password import difference_of, row_of
 from kvlab.experiments.prompts import encode
 from kvlab.experiments.serving import Served, serve
 from kvlab.faults import fault
@@ -572,7 +573,6 @@ def run(
 
     from kvlab.experiments import prefix_studies as studies
 
-    began = time.perf_counter()
     sizes = QUICK if quick else Sizes()
     loaded = load(name, device=device, dtype="float32")
     manifest = record.manifest(
@@ -599,7 +599,7 @@ def run(
         tick(part)
         data[part] = kept.get([part], compute)
     bar.close()
-    return record.Run(replace(manifest, seconds=round(time.perf_counter() - began, 1)), data)
+    return record.Run(replace(manifest, seconds=kept.took()), data)
 
 
 def _bytes_per_token(loaded: Loaded) -> int:
