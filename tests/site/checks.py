@@ -108,26 +108,24 @@ def undrawn_figures(seen: Visit) -> list[str]:
     return problems
 
 
-_MATH = """async () => {
-  const places = [...document.querySelectorAll('article .math')];
-  if (places.length && window.MathJax?.startup) await MathJax.startup.promise;
-  return places.filter(place => {
-    const set = place.querySelector('mjx-container');
-    return !set || !set.getBoundingClientRect().width || place.querySelector('mjx-merror');
-  }).map(place => place.textContent.trim().slice(0, 80));
-}"""
+_MATH = """() => [...document.querySelectorAll('article .math')].filter(place => {
+  const wide = part => place.querySelector(part)?.getBoundingClientRect().width ?? 0;
+  // the copy for screen readers is cut to a point by KaTeX's style sheet
+  return wide('.katex-html') < 1 || wide('.katex-mathml') > 2 || place.querySelector('.katex-error');
+}).map(place => place.textContent.trim().slice(0, 80))"""
 
 
 def untypeset_math(seen: Visit) -> list[str]:
-    """Every formula is typeset, without an error in it."""
+    """Every formula is typeset, once for the eye."""
     return [f"math not typeset: {text}" for text in seen.page.evaluate(_MATH)]
 
 
 def missing_widgets(seen: Visit, patience: float = 20_000) -> list[str]:
-    """Every ipywidget of the page is drawn, within so many milliseconds."""
+    """Every ipywidget of the page is drawn, within so many milliseconds of the reader's coming near the first."""
     wanted = seen.page.locator('script[type="application/vnd.jupyter.widget-view+json"]').count()
     if not wanted:
         return []
+    seen.page.evaluate("document.querySelector('.widget-subarea').scrollIntoView()")
     try:
         seen.page.wait_for_function(
             "n => document.querySelectorAll('.widget-subarea > .jupyter-widgets, .widget-subarea .lm-Widget').length >= n",
@@ -156,6 +154,32 @@ def axe_violations(seen: Visit, *, only: list[str] | None = None) -> list[str]:
         if item["impact"] in {"serious", "critical"}
         for node in item["nodes"]
     ]
+
+
+WEIGHT = 1_500_000  # bytes a page may transfer, figures not counted
+# what a figure or a widget fetches when the reader comes near it
+_FIGURES_OWN = ("/plotly.min.js", "/_static/figures/", "/require.js", "/@jupyter-widgets/")
+_TRANSFERS = "() => performance.getEntries().filter(e => e.transferSize).map(e => [e.name, e.transferSize])"
+
+
+def too_heavy(seen: Visit) -> list[str]:
+    """The page, with all it loads but its figures, transfers less than `WEIGHT` bytes from a server that does not compress."""
+    sizes = [(size, url) for url, size in seen.page.evaluate(_TRANSFERS) if not any(own in url for own in _FIGURES_OWN)]
+    total = sum(size for size, _ in sizes)
+    if total < WEIGHT:
+        return []
+    largest = ", ".join(f"{size:,} {url}" for size, url in sorted(sizes, reverse=True)[:3])
+    return [f"transfers {total:,} bytes; the largest: {largest}"]
+
+
+_ICONS = """() => [...document.querySelectorAll(':is(.fa, .fas, .far, .fa-solid, .fa-regular)')]
+  .filter(icon => !getComputedStyle(icon).maskImage.startsWith('url('))
+  .map(icon => icon.className)"""
+
+
+def iconless(seen: Visit) -> list[str]:
+    """Every icon has a shape."""
+    return [f"no shape for the icon {name}: add it to slim.ICONS" for name in seen.page.evaluate(_ICONS)]
 
 
 _WIDE = """() => {

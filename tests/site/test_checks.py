@@ -7,16 +7,22 @@ from functools import partial
 from pathlib import Path
 
 import checks
+import pydata_sphinx_theme
 import pytest
 from conftest import ROOT, serve
 from playwright.sync_api import Browser
 from shared_state.figures import figure_html
+from shared_state.math import katex_html
+from shared_state.slim import icons_css
 
 GOOD_FIGURE = figure_html({"data": [{"type": "bar", "y": [1, 2]}], "layout": {"meta": {"alt": "Two bars."}, "height": 200}})
+THEME = Path(pydata_sphinx_theme.__file__).parent / "theme" / "pydata_sphinx_theme" / "static"
+ICONS = icons_css((THEME / "scripts" / "fontawesome.js").read_text("utf8"))
 EMPTY_FIGURE = figure_html({"data": [], "layout": {"meta": {"alt": "Nothing."}, "height": 200}})
 NAMELESS_FIGURE = figure_html({"data": [{"type": "bar", "y": [1, 2]}], "layout": {"height": 200}})
 BROKEN_FIGURE = GOOD_FIGURE.replace('"data":', '"data"::')
-MATH = '<div class="math">{}</div><script defer src="vendor/mathjax/tex-chtml.js"></script>'
+KATEX = katex_html(ROOT / "node_modules" / "katex" / "dist" / "katex.min.js", r"\frac{1}{2}", False)
+MATH = f'<link rel="stylesheet" href="vendor/katex/katex.min.css"><span class="math">{KATEX}</span>'
 WIDGET = '<div class="widget-subarea"><script type="application/vnd.jupyter.widget-view+json">{}</script>%s</div>'
 
 CASES: dict[str, tuple[Callable, str, str]] = {
@@ -27,8 +33,18 @@ CASES: dict[str, tuple[Callable, str, str]] = {
     "an empty figure": (checks.undrawn_figures, EMPTY_FIGURE, GOOD_FIGURE),
     "a figure without a name": (checks.undrawn_figures, NAMELESS_FIGURE, GOOD_FIGURE),
     "a figure that fails": (checks.undrawn_figures, BROKEN_FIGURE, GOOD_FIGURE),
-    "a formula with an error": (checks.untypeset_math, MATH.format(r"\(\frac{1\)"), MATH.format(r"\(\frac{1}{2}\)")),
-    "a formula left as it is": (checks.untypeset_math, '<div class="math">x^2</div>', MATH.format(r"\(x^2\)")),
+    "a formula left as it is": (checks.untypeset_math, '<div class="math">x^2</div>', MATH),
+    "a formula without its style": (checks.untypeset_math, f'<span class="math">{KATEX}</span>', MATH),
+    "a page of 1.6 MB": (
+        checks.too_heavy,
+        f"<script>/*{'x' * 1_600_000}*/</script>",
+        f"<script>/*{'x' * 1_400_000}*/</script>",
+    ),
+    "an icon without a shape": (
+        checks.iconless,
+        '<i class="fas fa-none"></i>',
+        f"<style>{ICONS}</style><i class='fas fa-bars'></i>",
+    ),
     "a widget that is not drawn": (
         partial(checks.missing_widgets, patience=500),
         WIDGET % "",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import checks
 import pytest
 from conftest import SITE, serve
-from playwright.sync_api import Browser
+from playwright.sync_api import Browser, expect
 
 pytestmark = pytest.mark.site
 # collected before the fixture can say that there is no site; one name then, so that it does
@@ -16,9 +17,10 @@ PAGES = checks.pages_of(SITE) or ["index"]
 
 @pytest.mark.parametrize("name", PAGES)
 def test_page_on_a_desktop(browser: Browser, site: Path, name: str) -> None:
-    """Served over HTTP: nothing from outside, no complaint, all drawn, axe content in light and in dark."""
+    """Served over HTTP: light, nothing from outside, no complaint, all drawn, axe content in light and in dark."""
     with checks.visit(browser, f"{serve(site)}/{name}.html", viewport=checks.DESKTOP, mode="light") as seen:
-        problems = checks.undrawn_figures(seen) + checks.untypeset_math(seen) + checks.missing_widgets(seen)
+        problems = checks.too_heavy(seen) + checks.iconless(seen)
+        problems += checks.undrawn_figures(seen) + checks.untypeset_math(seen) + checks.missing_widgets(seen)
         problems += checks.axe_violations(seen)
         checks.switch_mode(seen.page, "dark")
         problems += checks.axe_violations(seen, only=["color-contrast"])
@@ -46,11 +48,18 @@ def test_links_resolve(site: Path) -> None:
 
 @pytest.mark.parametrize("scheme", ["http", "file"])
 def test_search_works_offline(browser: Browser, site: Path, scheme: str) -> None:
-    """A word of chapter 3 finds chapter 3, served and from the disk."""
+    """A word of chapter 3 finds chapter 3 and shows where it stands there, served and from the disk."""
     home = serve(site) if scheme == "http" else site.as_uri()
     with checks.visit(browser, f"{home}/search.html?q=password") as seen:
-        seen.page.wait_for_selector("#search-results a")
-        links = [link.get_attribute("href") for link in seen.page.query_selector_all("#search-results a")]
+        found = seen.page.locator("#search-results li", has=seen.page.locator('a[href*="book/03-password"]')).first
+        expect(found.locator(".context mark").first).to_have_text(re.compile("password", re.IGNORECASE))
         problems = checks.external_requests(seen) + checks.complaints(seen)
-    assert any("03-password" in (link or "") for link in links), links
     assert not problems, "\n".join(problems)
+
+
+def test_only_the_search_page_loads_the_index(browser: Browser, site: Path) -> None:
+    """The index grows with the book; a chapter has no use for it."""
+    with checks.visit(browser, f"{serve(site)}/book/05-blocks.html") as seen:
+        assert not [url for url in seen.requests if "search" in url]
+    with checks.visit(browser, f"{serve(site)}/search.html?q=block") as seen:
+        assert {"searchindex.js", "search-text.js"} <= {url.split("/")[-1].split("?")[0] for url in seen.requests}

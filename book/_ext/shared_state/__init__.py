@@ -1,8 +1,11 @@
-"""What makes the built site self-contained: figures, widgets, fonts and math come from the site and nowhere else.
+"""What makes the built site self-contained and light: what a page shows comes from the site, and no sooner than needed.
 
-Uses Sphinx and myst-nb only, so that it outlives Jupyter Book 1.x. Three parts:
+Uses Sphinx and myst-nb only, so that it outlives Jupyter Book 1.x. Its parts:
 
 - `figures`: Plotly output becomes a named, lazily drawn figure;
+- `math`: formulas are set at build time;
+- `search`: the search page shows where a word stands, offline too;
+- `slim`: what the theme loads and no page needs is taken out;
 - `vendor`: the files of other people that the pages load are copied into the site;
 - `rerun`: a notebook is executed again when the library or the results it uses change.
 """
@@ -16,7 +19,7 @@ from sphinx.application import Sphinx
 from sphinx.config import Config
 from sphinx.environment import BuildEnvironment
 
-from . import figures, rerun, vendor
+from . import figures, math, rerun, search, slim, vendor
 
 
 def _digest(files: Iterable[Path]) -> str:
@@ -32,7 +35,7 @@ def note_own_files(app: Sphinx, config: Config) -> None:
     Sphinx looks at pages only: without this an edited style sheet would stay out of a site whose pages are unchanged.
     """
     root = Path(app.confdir)
-    assets = [path for path in (root / "book" / "assets").rglob("*") if path.is_file()]
+    assets = [path for name in ("assets", "_templates") for path in (root / "book" / name).rglob("*") if path.is_file()]
     config.shared_state_assets = _digest([*assets, root / "package-lock.json"])
     config.shared_state_code = _digest(Path(__file__).parent.glob("*.py"))
 
@@ -52,13 +55,16 @@ def mend_lists(app: Sphinx, pagename: str, templatename: str, context: dict[str,
 
 
 def setup(app: Sphinx) -> dict[str, object]:
-    """Connect the three parts to Sphinx."""
+    """Connect the parts to Sphinx."""
     app.add_config_value("shared_state_assets", "", "html")  # a change writes every page again
     app.add_config_value("shared_state_code", "", "env")  # a change reads every page again
     app.connect("config-inited", note_own_files)
     app.connect("env-get-outdated", drop_removed_pages)
     app.connect("html-page-context", mend_lists)
     figures.setup(app)
+    math.setup(app)
+    search.setup(app)
+    slim.setup(app)
     vendor.setup(app)
     rerun.setup(app)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,7 +1,8 @@
 """Render Plotly output as a figure with a name, drawn when the reader comes near it.
 
-The page holds the figure as JSON beside an empty box of the right height; `assets/js/figures.js` loads plotly.js once,
-when the first box nears the window, and draws it in the colours of the page. So text shows first and nothing jumps.
+The page holds an empty box of the right height for the figure and its data as JSON, or, where that is large, the address of a
+script that holds it (a script, since a page opened from the disk may load nothing else). `assets/js/figures.js` loads plotly.js
+and the data when the box nears the window, and draws it in the colours of the page. So text shows first and nothing jumps.
 
 A figure's accessible name is `layout.meta["alt"]`, which `kvlab.show.theme.apply` sets; without one the title serves,
 and without either the build warns.
@@ -9,8 +10,11 @@ and without either the build warns.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from html import escape
+from pathlib import Path
 from typing import Any
 
 import myst_nb.core.render as render
@@ -20,6 +24,8 @@ from sphinx.util import logging
 
 PLOTLY = "application/vnd.plotly.v1+json"
 DEFAULT_HEIGHT = 450  # plotly.js's own, in CSS pixels
+LARGE = 4096  # characters of JSON; above, a figure's data moves out of the page
+DATA = re.compile(r'(<figure class="kv-figure">.*?<script type="application/json")>(.*?)</script>', re.DOTALL)
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +77,29 @@ class PlotlyRenderer(render.MimeRenderPlugin):
         return [nodes.raw(text=figure_html(data.content), format="html")]
 
 
+def move_data_out(app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: Any) -> None:
+    """Write the data of the page's large figures beside the site's scripts, and their addresses into the page."""
+    if "kv-figure" not in context.get("body", ""):
+        return
+    folder, stem = Path(app.outdir, "_static", "figures"), pagename.replace("/", "-")
+    for stale in folder.glob(f"{stem}.*.js"):
+        stale.unlink()
+
+    def move(found: re.Match[str]) -> str:
+        head, data = found.groups()
+        if len(data) < LARGE:
+            return found[0]
+        # the name tells the content: a page and a figure from two builds never meet in a reader's cache
+        name = f"{stem}.{hashlib.sha256(data.encode()).hexdigest()[:12]}.js"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f'(window.kvFigures ??= {{}})["{name}"] = {data};\n', "utf8")
+        return f'{head} data-src="{context["pathto"](f"_static/figures/{name}", resource=True)}"></script>'
+
+    context["body"] = DATA.sub(move, context["body"])
+
+
 def setup(app: Sphinx) -> None:
-    """Put the renderer before myst-nb's own plugins.
+    """Put the renderer before myst-nb's own plugins, and move figures' data out of the pages that are written.
 
     myst-nb finds plugins by entry point; a site's extension is no installed package, so its list is extended instead.
     """
@@ -84,3 +111,4 @@ def setup(app: Sphinx) -> None:
 
         with_plotly.has_plotly = True  # type: ignore[attr-defined]
         render.load_mime_renders = with_plotly
+    app.connect("html-page-context", move_data_out)

@@ -21,8 +21,8 @@ NPM = (
     (f"{WIDGETS}/embed-amd.js", WIDGETS),
     (f"{WIDGETS}/*.woff2", WIDGETS),
     (f"{WIDGETS}/*.woff2", "@jupyter-widgets"),  # where it looks when its own address is not known, as from the disk
-    ("mathjax/es5/tex-chtml.js", "mathjax"),
-    ("mathjax/es5/output/chtml/fonts/woff-v2/*.woff", "mathjax/output/chtml/fonts/woff-v2"),
+    ("katex/dist/katex.min.css", "katex"),
+    ("katex/dist/fonts/*.woff2", "katex/fonts"),
     ("@fontsource-variable/literata/files/literata-latin-wght-*.woff2", "fonts"),
     ("@fontsource-variable/ibm-plex-sans/files/ibm-plex-sans-latin-wght-normal.woff2", "fonts"),
     ("@fontsource/ibm-plex-mono/files/ibm-plex-mono-latin-[46]00-normal.woff2", "fonts"),
@@ -61,19 +61,12 @@ def _same(source: Path, target: Path) -> bool:
     return (a.st_size, int(a.st_mtime)) == (b.st_size, int(b.st_mtime))
 
 
-def page_assets(app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: Any) -> None:
-    """Point the widget loader at the site's own files, and drop any style sheet that lies elsewhere."""
+def own_styles_only(app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: Any) -> None:
+    """Drop any style sheet that lies elsewhere."""
     context["css_files"][:] = [css for css in context["css_files"] if "://" not in str(getattr(css, "filename", css))]
-    embed = [js for js in context["script_files"] if "embed-amd.js" in str(getattr(js, "filename", ""))]
-    if embed:
-        base = context["pathto"]("_static/vendor/", resource=True)
-        # require.js reads its configuration from a global that exists before it loads
-        app.add_js_file(None, priority=100, body=f"var require = {{baseUrl: {base!r}}};")
-        for js in embed:
-            js.attributes["data-jupyter-widgets-cdn"] = base
 
 
 def setup(app: Sphinx) -> None:
     """Connect the copy and the page hook."""
     app.connect("builder-inited", copy_vendored)
-    app.connect("html-page-context", page_assets, priority=900)
+    app.connect("html-page-context", own_styles_only, priority=900)

@@ -1,6 +1,6 @@
 // Draw the page's figures when the reader comes near them, in the colours of the page.
 //
-// Each figure is a box of the right height and its data as JSON (book/_ext/shared_state/figures.py). plotly.js, 4.8 MB, is
+// Each figure is a box of the right height and its data as JSON, in the page or beside it (book/_ext/shared_state/figures.py). plotly.js, 4.8 MB, is
 // fetched once, for the first figure that nears the window. Plotly's sliders and menus are mouse-only drawings, so they are
 // taken out of the layout and become real inputs below the plot, which a keyboard and a screen reader can use.
 (() => {
@@ -10,15 +10,23 @@
   const reducedMotion = matchMedia("(prefers-reduced-motion: reduce)");
   let library;
 
-  function loadPlotly() {
-    library ??= new Promise((resolve, reject) => {
+  function load(address) {
+    return new Promise((resolve, reject) => {
       const script = document.createElement("script");
-      script.src = PLOTLY;
-      script.onload = () => resolve(window.Plotly);
-      script.onerror = () => reject(new Error("plotly.min.js did not load"));
+      script.src = address;
+      script.onload = resolve;
+      script.onerror = () => reject(new Error(`${address.split("/").at(-1)} did not load`));
       document.head.append(script);
     });
-    return library;
+  }
+  const loadPlotly = () => (library ??= load(PLOTLY).then(() => window.Plotly));
+
+  // A figure's data: in the page, or where the page says; a script's and not a file's, which a page on the disk could not fetch
+  async function dataOf(figure) {
+    const holder = figure.querySelector('script[type="application/json"]');
+    if (!holder.dataset.src) return JSON.parse(holder.textContent);
+    await load(holder.dataset.src);
+    return window.kvFigures[holder.dataset.src.split("/").at(-1)];
   }
 
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--kv-${name}`).trim();
@@ -147,8 +155,7 @@
     figure.dataset.state = "loading";
     const plot = figure.querySelector(".kv-plot");
     try {
-      const source = JSON.parse(figure.querySelector('script[type="application/json"]').textContent);
-      const Plotly = await loadPlotly();
+      const [Plotly, source] = await Promise.all([loadPlotly(), dataOf(figure)]);
       const { sliders, updatemenus, width, ...layout } = source.layout; // the page decides the width
       const narrow = () => figure.clientWidth < NARROW;
       const look = () => ({ ...(narrow() ? narrowed(layout) : layout), template: recoloured(layout.template) });
