@@ -439,6 +439,7 @@ BAD = {
     "fork onto a live one": (ValueError, "'b' exists", lambda m: m.fork("a", "b")),
     "fork onto itself": (ValueError, "'a' exists", lambda m: m.fork("a", "a")),
     "name not hashable": (ValueError, "seq must be hashable", lambda m: m.allocate([], [1])),
+    "name not hashable: append_token": (ValueError, "seq must be hashable", lambda m: m.append_token([], 1)),
     "owner not hashable": (ValueError, "owner must be hashable", lambda m: m.allocate("x", [1], owner=[])),
     "no tokens": (ValueError, "tokens is empty", lambda m: m.allocate("x", [])),
     "tokens not a list": (ValueError, "tokens", lambda m: m.allocate("x", 5)),

@@ -151,7 +151,10 @@ class BlockManager:
 
     def append_token(self, seq: Hashable, token: int) -> list[BlockCopy]:
         """`append` for one token. The common case, room in a block of one's own, is short-cut here."""
-        s = self._sequences.get(seq)
+        try:
+            s = self._sequences.get(seq)
+        except TypeError:  # not hashable: `append` says so
+            s = None
         if s is not None and type(token) is int and token >= 0:
             position = len(s.tokens)
             if position % self.block_size:

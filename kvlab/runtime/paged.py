@@ -89,7 +89,7 @@ class PagedPool:
 
         Rows are left-padded, so the last column holds every row's last token: with `logits_to_keep=1` the forward returns
         what each row's next token is chosen from. Pads are never stored. When the last layer has run, what was fed is
-        committed.
+        committed. The forward must follow at once: a change of these sequences in between is not seen by it.
 
         Returns:
             input_ids `[rows, q]`, attention_mask `[rows, kv]`, position_ids `[rows, q]`, cache, use_cache.
