@@ -3,6 +3,7 @@
 Uses Sphinx and myst-nb only, so that it outlives Jupyter Book 1.x. Its parts:
 
 - `figures`: Plotly output becomes a named, lazily drawn figure;
+- `live`: cells that run in the page;
 - `math`: formulas are set at build time;
 - `search`: the search page shows where a word stands, offline too;
 - `slim`: what the theme loads and no page needs is taken out;
@@ -19,7 +20,7 @@ from sphinx.application import Sphinx
 from sphinx.config import Config
 from sphinx.environment import BuildEnvironment
 
-from . import figures, math, rerun, search, slim, vendor
+from . import figures, live, math, rerun, search, slim, vendor
 
 
 def _digest(files: Iterable[Path]) -> str:
@@ -62,6 +63,7 @@ def setup(app: Sphinx) -> dict[str, object]:
     app.connect("env-get-outdated", drop_removed_pages)
     app.connect("html-page-context", mend_lists)
     figures.setup(app)
+    live.setup(app)
     math.setup(app)
     search.setup(app)
     slim.setup(app)

@@ -23,6 +23,10 @@ NPM = (
     (f"{WIDGETS}/*.woff2", "@jupyter-widgets"),  # where it looks when its own address is not known, as from the disk
     ("katex/dist/katex.min.css", "katex"),
     ("katex/dist/fonts/*.woff2", "katex/fonts"),
+    ("pyodide/pyodide.mjs", "pyodide"),
+    ("pyodide/pyodide.asm.*", "pyodide"),
+    ("pyodide/pyodide-lock.json", "pyodide"),
+    ("pyodide/python_stdlib.zip", "pyodide"),
     ("@fontsource-variable/literata/files/literata-latin-wght-*.woff2", "fonts"),
     ("@fontsource-variable/ibm-plex-sans/files/ibm-plex-sans-latin-wght-normal.woff2", "fonts"),
     ("@fontsource/ibm-plex-mono/files/ibm-plex-mono-latin-[46]00-normal.woff2", "fonts"),

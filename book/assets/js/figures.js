@@ -1,8 +1,8 @@
 // Draw the page's figures when the reader comes near them, in the colours of the page.
 //
-// Each figure is a box of the right height and its data as JSON, in the page or beside it (book/_ext/shared_state/figures.py). plotly.js, 4.8 MB, is
-// fetched once, for the first figure that nears the window. Plotly's sliders and menus are mouse-only drawings, so they are
-// taken out of the layout and become real inputs below the plot, which a keyboard and a screen reader can use.
+// Each figure is a box of the right height and its data as JSON, in the page or beside it (book/_ext/shared_state/figures.py).
+// plotly.js, 4.8 MB, is fetched once, for the first figure that nears the window. Plotly's sliders and menus are mouse-only
+// drawings, so they are taken out of the layout and become real inputs below the plot, which a keyboard and a screen reader can use.
 (() => {
   "use strict";
   const PLOTLY = new URL("../vendor/plotly.min.js", document.currentScript.src).href;
@@ -175,6 +175,8 @@
     }
   }
 
+  window.kvDraw = draw; // for a figure that a live cell has made
+
   document.addEventListener("DOMContentLoaded", () => {
     const figures = document.querySelectorAll(".kv-figure");
     const near = new IntersectionObserver((entries) => {
@@ -185,7 +187,8 @@
     figures.forEach((figure) => near.observe(figure));
     // a tab or a folded box that opens needs no more: its figures come into view then
     addEventListener("beforeprint", () => figures.forEach(draw));
-    new MutationObserver(() => figures.forEach((figure) => figure.dispatchEvent(new Event("kv-mode"))))
+    const all = () => document.querySelectorAll(".kv-figure");
+    new MutationObserver(() => all().forEach((figure) => figure.dispatchEvent(new Event("kv-mode"))))
       .observe(document.documentElement, { attributes: true, attributeFilter: ["data-theme"] });
   });
 })();
