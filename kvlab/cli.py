@@ -176,15 +176,11 @@ def _run(arguments: argparse.Namespace) -> None:
     import importlib
     import inspect
 
-    from kvlab.core.spec import canonical_dtype
     from kvlab.runtime import weights
 
     options = {"name": arguments.model, "device": arguments.device, "quick": arguments.quick}
     if arguments.dtype:
-        try:
-            options["dtypes"] = [canonical_dtype(dtype) for dtype in arguments.dtype]
-        except ValueError as error:
-            raise UsageError(f"--dtype: {error}.", "As in --dtype bf16 --dtype fp32.") from None
+        options["dtypes"] = [_model_dtype(dtype) for dtype in arguments.dtype]
     checkpoint = weights.home() / "runs" / f"{name}{'-quick' if arguments.quick else ''}.jsonl"
     if arguments.fresh:
         checkpoint.unlink(missing_ok=True)
@@ -198,6 +194,19 @@ def _run(arguments: argparse.Namespace) -> None:
         print(f"Saved {run.save(arguments.out)}")
     print(run.manifest.sentence())
     checkpoint.unlink(missing_ok=True)
+
+
+def _model_dtype(name: str) -> str:
+    from kvlab.core.spec import canonical_dtype
+
+    runs_in = ("float32", "bfloat16", "float16")
+    try:
+        dtype = canonical_dtype(name)
+    except ValueError:
+        dtype = None
+    if dtype not in runs_in:
+        raise UsageError(f"--dtype: {name!r} is none of {', '.join(runs_in)}.", "As in --dtype bf16 --dtype fp32.")
+    return dtype
 
 
 # ---- model ----------------------------------------------------------------------------------------------------------
