@@ -267,7 +267,7 @@ def test_the_challenge_by_keyboard(seen: checks.Visit) -> None:
         if words:
             page.get_by_label("Words, for allocate and append").fill(words)
         if to:
-            page.get_by_label("New request, for fork and share").select_option(to)
+            page.get_by_label("To, for fork and share").select_option(to)
         moves = int(root.get_attribute("data-moves") or 0)
         page.get_by_role("button", name=do, exact=True).focus()
         page.keyboard.press("Enter")
@@ -307,7 +307,7 @@ def test_refusals_eviction_and_the_cells_beside_the_game(seen: checks.Visit) -> 
     page.get_by_label("Words, for allocate and append").fill(SYSTEM)
     page.get_by_role("button", name="allocate", exact=True).click()
     page.get_by_label("Tokens, for share").fill("4")
-    page.get_by_label("New request, for fork and share").select_option("C")
+    page.get_by_label("To, for fork and share").select_option("C")
     page.get_by_role("button", name="share_prefix").click()
     expect(root.locator('.kvb-block[data-state="shared"]')).to_have_count(1)
     write(page, 2, "game.manager.block_table('C'), [str(move) for move in game.moves]")

@@ -62,7 +62,6 @@ def _every(length):
         busy = false;
         root.removeAttribute("aria-busy");
         if (document.activeElement === stop) start.focus();
-        stop.hidden = controls.disabled;
         stop.hidden = true;
       }
     }
@@ -101,6 +100,9 @@ def _every(length):
       if (kind === "fork" || kind === "share_prefix") move.to = field("to").value;
       if (kind === "share_prefix") move.count = Number(field("count").value);
       show(await ask(`_turn(${quoted(JSON.stringify(move))})`));
+    }));
+    root.querySelectorAll("button[data-words]").forEach((button) => button.addEventListener("click", () => {
+      field("words").value = button.dataset.words;
     }));
     field("fault").addEventListener("change", async () => {
       const name = field("fault").value;
