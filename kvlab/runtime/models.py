@@ -1,4 +1,4 @@
-"""Load a model: the bundled one, or any causal language model Transformers can read."""
+"""Load a model: the bundled one, the parrot, or any causal language model Transformers can read."""
 
 import hashlib
 import os
@@ -8,7 +8,7 @@ from typing import Any
 
 from kvlab.core.spec import ModelSpec, canonical_dtype
 from kvlab.errors import KvlabError
-from kvlab.runtime import weights
+from kvlab.runtime import parrot, weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,8 +19,8 @@ class Loaded:
         model: Transformers model in eval mode on `device`; its parameters take no gradients.
         tokenizer: its tokenizer, with a pad token, padding on the left.
         spec: its shape.
-        name: the bundled model's name, the Hugging Face id, or the folder's name.
-        sha256: of the GGUF for the bundled model; of the weight files' names and hashes for a folder;
+        name: the bundled model's name, "parrot", the Hugging Face id, or the folder's name.
+        sha256: of the GGUF for the bundled model; of the weights for the parrot; of the weight files' names and hashes for a folder;
             `"commit:…"`, the repository's commit, for a Hugging Face id.
         device: "cuda", "cuda:1", "mps" or "cpu".
         dtype: canonical name of the parameters' dtype.
@@ -45,7 +45,8 @@ def load(
     """Load a causal language model and its tokenizer.
 
     Args:
-        name: a bundled model ("smollm2"), a Hugging Face id, or a folder. By default `KVLAB_MODEL`, else "smollm2".
+        name: a bundled model ("smollm2"), "parrot" (the toy with learned positions that comes with the package), a Hugging
+            Face id, or a folder. By default `KVLAB_MODEL`, else "smollm2".
         device: by default `KVLAB_DEVICE`, else the first there is of cuda, mps, cpu.
         dtype: of the weights: float32, bfloat16 or float16 (or fp32, bf16, fp16). By default `KVLAB_DTYPE`, else
             float32.
@@ -58,9 +59,14 @@ def load(
     device = pick_device(device)
     dtype = _pick_dtype(dtype)
     bundled = weights.find(name)
-    source = str(weights.ensure(bundled)) if bundled else name
+    if name.lower() == parrot.NAME:
+        source = str(parrot.FOLDER)
+    else:
+        source = str(weights.ensure(bundled)) if bundled else name
     model, tokenizer, spec = _from_transformers(source, dtype, _pick_attention(attention))
-    if bundled:
+    if name.lower() == parrot.NAME:
+        label, digest = parrot.NAME, parrot.verify()
+    elif bundled:
         label, digest = bundled.name, bundled.sha256
     else:
         label, digest = _identity(source, model.config)
@@ -115,7 +121,7 @@ def _from_transformers(source: str, dtype: str, attention: str | None) -> tuple[
     import torch
     import transformers
 
-    remedy = "Give a bundled model (smollm2), the id of a causal language model on Hugging Face, or a folder with one."
+    remedy = "Give a bundled model (smollm2, parrot), the id of a causal language model on Hugging Face, or a folder with one."
     try:
         with weights.quiet():
             config = transformers.AutoConfig.from_pretrained(source)

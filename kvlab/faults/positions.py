@@ -1,0 +1,69 @@
+"""Faults of where a token stands that lab 4's grid adds: counted from the wrong end, over pads, or in too few bits."""
+
+from __future__ import annotations
+
+import torch
+
+from kvlab.faults import Fault, add
+
+LOOP = "kvlab.runtime.decode"
+LOG = "Logits from the first cached step on; the log: a position that is not the request's length minus one."
+
+
+def _from_one(is_token: torch.Tensor, start: int) -> torch.Tensor:
+    """A sum over the mask, the −1 forgotten."""
+    return is_token.long().cumsum(-1) + start
+
+
+def _columns(history: torch.Tensor) -> torch.Tensor:
+    """The cache's length: what its longest row has, which has no pads."""
+    return history.max().expand(history.shape[0])[:, None]
+
+
+def _in_bf16(history: torch.Tensor) -> torch.Tensor:
+    """Counted in bf16, which has 8 bits: from 256 on not every whole number can be written."""
+    return history.to(torch.bfloat16).long()[:, None]
+
+
+add(
+    Fault(
+        name="prefill-from-one",
+        breaks=f"{LOOP}:positions",
+        broken=_from_one,
+        symptom="The first token is right. From the second on the text is nearly right: words are left out or come twice.",
+        mechanism="The prefill's positions are a sum over the mask without the −1: the first new token stands where the prompt's last one does.",
+        family="position",
+        detector="Logits: from the first cached step on with RoPE, from the first token on with learned positions; the log, from the first token on.",
+        fix="A sum over the mask, minus 1, so that the first token of all stands at 0; the same convention in the steps.",
+        cases=("PrimeIntellect-ai/prime-rl#1545", "Physical-Intelligence/openpi#762"),
+        claims=("A6", "B10"),
+    )
+)
+add(
+    Fault(
+        name="steps-count-pads",
+        breaks=f"{LOOP}:step_positions",
+        broken=_columns,
+        symptom="In a padded batch the first token is right and the text falls apart from the second on; the longest row is fine.",
+        mechanism="Cached steps take the cache's length for the position. In a padded row that counts the pads, which the prefill did not.",
+        family="position",
+        detector=LOG,
+        fix="A step's position is the sum of its row's mask, minus 1, not the length of the cache.",
+        cases=("unslothai/unsloth#3803", "Comfy-Org/ComfyUI#15698", "mosaicml/examples#257"),
+        claims=("A7", "A18"),
+    )
+)
+add(
+    Fault(
+        name="step-position-in-bf16",
+        breaks=f"{LOOP}:step_positions",
+        broken=_in_bf16,
+        symptom="Short requests are right. From some 256 tokens on, new tokens share positions, the more the longer the request.",
+        mechanism="The position is counted in bf16. It has 8 bits: after 256 every second whole number is missing, after 512 three of four.",
+        family="position",
+        detector=LOG,
+        fix="Positions are whole numbers: keep them in an integer type, and compute angles from them in fp32.",
+        cases=("EleutherAI/gpt-neox#1003", "huggingface/diffusers#13920", "huggingface/transformers#25681"),
+        claims=("A11",),
+    )
+)
