@@ -172,6 +172,14 @@ def too_heavy(seen: Visit) -> list[str]:
     return [f"transfers {total:,} bytes; the largest: {largest}"]
 
 
+_PYTHON = ("/pyodide/", "/live/kvlab.json", "kernel-worker")
+
+
+def python_unasked(seen: Visit) -> list[str]:
+    """Nothing of the page's Python, 13 MB, is fetched before somebody asks for it."""
+    return [f"fetches {url} before a click" for url in seen.requests if any(part in url for part in _PYTHON)]
+
+
 _ICONS = """() => [...document.querySelectorAll(':is(.fa, .fas, .far, .fa-solid, .fa-regular)')]
   .filter(icon => !getComputedStyle(icon).maskImage.startsWith('url('))
   .map(icon => icon.className)"""

@@ -40,6 +40,7 @@ CASES: dict[str, tuple[Callable, str, str]] = {
         f"<script>/*{'x' * 1_600_000}*/</script>",
         f"<script>/*{'x' * 1_400_000}*/</script>",
     ),
+    "Python before a click": (checks.python_unasked, "<script>fetch('vendor/pyodide/pyodide.mjs')</script>", "<p>Text</p>"),
     "an icon without a shape": (
         checks.iconless,
         '<i class="fas fa-none"></i>',

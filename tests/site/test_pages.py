@@ -19,7 +19,7 @@ PAGES = checks.pages_of(SITE) or ["index"]
 def test_page_on_a_desktop(browser: Browser, site: Path, name: str) -> None:
     """Served over HTTP: light, nothing from outside, no complaint, all drawn, axe content in light and in dark."""
     with checks.visit(browser, f"{serve(site)}/{name}.html", viewport=checks.DESKTOP, mode="light") as seen:
-        problems = checks.too_heavy(seen) + checks.iconless(seen)
+        problems = checks.too_heavy(seen) + checks.iconless(seen) + checks.python_unasked(seen)
         problems += checks.undrawn_figures(seen) + checks.untypeset_math(seen) + checks.missing_widgets(seen)
         problems += checks.axe_violations(seen)
         checks.switch_mode(seen.page, "dark")
