@@ -27,13 +27,18 @@ DIRECTIVE = re.compile(r"^(:::|```\{|\(.*\)=$)|\{(glue|numref|cite|ref|doc)\w*(:
 
 def make(source: Path) -> str:
     """The lab of a solution, as the text of an .ipynb file. Raises ValueError for a source that would make a broken lab."""
-    notebook = jupytext.read(source, fmt="md:myst")
-    cells = [cell for cell in notebook.cells if "solution-only" not in cell.metadata.get("tags", [])]
-    notebook.cells = cells
-    for index, cell in enumerate(cells):
-        _mark(cell, index, source)
+    notebook = worked(source)
     for preprocessor in (LockCells(), ClearSolutions(), ClearHiddenTests(), ClearOutput()):
         notebook, _ = preprocessor.preprocess(notebook, {})
+    return nbformat.writes(notebook, indent=1) + "\n"
+
+
+def worked(source: Path) -> nbformat.NotebookNode:
+    """The lab with its answers, marked for nbgrader: what an assignment is generated from. Raises ValueError as `make`."""
+    notebook = jupytext.read(source, fmt="md:myst")
+    notebook.cells = [cell for cell in notebook.cells if "solution-only" not in cell.metadata.get("tags", [])]
+    for index, cell in enumerate(notebook.cells):
+        _mark(cell, index, source)
     for cell in notebook.cells:
         cell.metadata.pop("tags", None)
         cell.metadata.pop("points", None)
@@ -43,7 +48,7 @@ def make(source: Path) -> str:
     notebook.metadata = nbformat.from_dict({"kernelspec": KERNEL, "language_info": {"name": "python"}})
     notebook.nbformat, notebook.nbformat_minor = 4, 5
     nbformat.validate(notebook)
-    return nbformat.writes(notebook, indent=1) + "\n"
+    return notebook
 
 
 def _mark(cell, index: int, source: Path) -> None:
