@@ -89,7 +89,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     try:
         names = release(
-            options.course.absolute(), [known[name] for name in options.labs or known], exchange, publish=not options.no_exchange
+            options.course.absolute(),
+            [known[name] for name in options.labs or known],
+            exchange,
+            publish=not options.no_exchange,
         )
     except (RuntimeError, ValueError) as error:
         print(f"release: {error}", file=sys.stderr)

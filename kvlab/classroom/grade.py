@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from kvlab.checks import Exercise, LabStop, Unfinished
 from kvlab.classroom import hidden
-from kvlab.classroom.remote import Limits, Remote, Stopped
+from kvlab.classroom.remote import DEFAULT, Limits, Remote, Stopped
 
 ENOUGH = 0.75
 
@@ -41,7 +41,7 @@ def find(lab: str, grade_id: str) -> Exercise:
     return exercise
 
 
-def grade(lab: str, exercise: Exercise, cells: Sequence[tuple[str, bool]], secret: str, limits: Limits = Limits()) -> Outcome:
+def grade(lab: str, exercise: Exercise, cells: Sequence[tuple[str, bool]], secret: str, limits: Limits = DEFAULT) -> Outcome:
     """Judge the function `exercise.name` of a notebook.
 
     Args:
@@ -51,9 +51,7 @@ def grade(lab: str, exercise: Exercise, cells: Sequence[tuple[str, bool]], secre
     """
     more = hidden.cases(lab, exercise, secret)
     samples = (*exercise.cases, *more[:1])
-    with Remote(
-        cells, exercise.name, samples=samples, lends=hidden.lends(lab), hide=exercise.right, limits=limits
-    ) as answer:
+    with Remote(cells, exercise.name, samples=samples, lends=hidden.lends(lab), hide=exercise.right, limits=limits) as answer:
         return judge(exercise, more, answer)
 
 
@@ -65,7 +63,9 @@ def judge(exercise: Exercise, more: Sequence[tuple], answer: Callable) -> Outcom
         return Outcome(0.0, kind, f"{title}: {told}" if kind == "stopped" else str(told))
     failed = [case for case in more if _refused(replace(exercise, cases=(case,), mistakes=()), answer)]
     if not failed:
-        return Outcome(1.0, "right", f"{title}: right, on the notebook's {len(exercise.cases)} cases and on {len(more)} others.")
+        return Outcome(
+            1.0, "right", f"{title}: right, on the notebook's {len(exercise.cases)} cases and on {len(more)} others."
+        )
     says = f"{title}: right on the notebook's cases, wrong on {len(failed)} of {len(more)} others."
     told = _refused(replace(exercise, cases=tuple(more)), answer)
     named = next((mistake.says for mistake in exercise.mistakes if mistake.says in str(told)), "")
@@ -82,5 +82,7 @@ def _refused(exercise: Exercise, answer: Callable) -> LabStop | None:
     except LabStop as told:
         return told
     except Exception as error:  # a value so strange that it cannot be compared
-        return LabStop(f"Exercise {exercise.number} ({exercise.name}): what it gives cannot be compared ({type(error).__name__}).")
+        return LabStop(
+            f"Exercise {exercise.number} ({exercise.name}): what it gives cannot be compared ({type(error).__name__})."
+        )
     return None

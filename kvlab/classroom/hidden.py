@@ -43,7 +43,9 @@ def cases(lab: str, exercise: Exercise, secret: str, count: int = COUNT) -> tupl
     """`count` cases for the exercise of "05-blocks", the same for the same secret. Raises LookupError without a generator."""
     key = lab.partition("-")[2], exercise.name
     if key not in DRAWS:
-        raise LookupError(f"there are no hidden cases for {exercise.name} of {lab}: write a generator in kvlab/classroom/hidden.py")
+        raise LookupError(
+            f"there are no hidden cases for {exercise.name} of {lab}: write a generator in kvlab/classroom/hidden.py"
+        )
     rng = random.Random(f"{secret}/{lab}/{exercise.name}")
     found: list[tuple] = []
     for _ in range(60 * count):
@@ -402,7 +404,7 @@ def _suffix_positions(rng):
 def _shareable(rng):
     size = rng.choice((1, 2, 3, 4, 8))
     common = _ids(rng, rng.choice((0, size, 2 * size, rng.randint(0, 4 * size))))
-    first, second = [list(map(lambda token: int(str(token)), common)) for _ in range(2)]
+    first, second = [[int(str(token)) for token in common] for _ in range(2)]
     kind = rng.random()
     if kind < 0.5:
         first, second = first + _ids(rng, rng.randint(0, 2 * size)), second + _ids(rng, rng.randint(1, 2 * size))

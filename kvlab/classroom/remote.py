@@ -45,6 +45,9 @@ class Limits:
     confined: bool = True
 
 
+DEFAULT = Limits()
+
+
 class Remote:
     """The function `name` after the code cells of a notebook, in a process that lives as long as the `with` block.
 
@@ -67,7 +70,7 @@ class Remote:
         samples: Sequence[tuple] = (),
         lends: Sequence[str] = (),
         hide: Callable | None = None,
-        limits: Limits = Limits(),
+        limits: Limits = DEFAULT,
     ) -> None:
         self.cells, self.name, self.samples, self.lends, self.hide, self.limits = cells, name, samples, lends, hide, limits
         self.over: str | None = None
@@ -79,8 +82,15 @@ class Remote:
                 "Grade on such a system, or in a container without the solutions, with c.Grade.confined = False.",
             )
         reply, reply_child = os.pipe()
-        environment = {key: os.environ[key] for key in ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "SYSTEMROOT") if key in os.environ}
-        environment |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+        environment = {
+            key: os.environ[key] for key in ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "SYSTEMROOT") if key in os.environ
+        }
+        environment |= {
+            "OMP_NUM_THREADS": "1",
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "OPENBLAS_NUM_THREADS": "1",
+            "PYTHONHASHSEED": "0",
+        }
         self._process = subprocess.Popen(
             [sys.executable, "-I", str(WORKER), str(reply_child)],
             stdin=subprocess.PIPE,

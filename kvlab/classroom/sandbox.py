@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import resource
 import signal
 import struct
 import sys
@@ -33,6 +32,8 @@ def supported() -> bool:
 
 def limit(seconds: int, memory: int) -> None:
     """Processor time in seconds, memory in bytes; no file is written, no process started, no core dumped."""
+    import resource  # Linux and macOS only
+
     for what, value in (
         (resource.RLIMIT_CPU, seconds),
         (resource.RLIMIT_AS, memory),

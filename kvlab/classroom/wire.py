@@ -86,7 +86,20 @@ def _tensor(value: Any) -> list:
 
 # ---- the trusted side ------------------------------------------------------------------------------------------------
 
-DTYPES = "float64 float32 float16 bfloat16 complex64 complex128 int64 int32 int16 int8 uint8 bool".split()
+DTYPES = (
+    "float64",
+    "float32",
+    "float16",
+    "bfloat16",
+    "complex64",
+    "complex128",
+    "int64",
+    "int32",
+    "int16",
+    "int8",
+    "uint8",
+    "bool",
+)
 
 
 def decode(content: bytes) -> Any:

@@ -115,7 +115,9 @@ def _plain(source: str) -> str:
         if lines[0].split()[0] not in ("%%time", "%%timeit", "%%capture"):
             return ""
         lines = lines[1:]
-    return "\n".join(line[: len(line) - len(line.lstrip())] + "pass" if line.lstrip()[:1] in ("%", "!", "?") else line for line in lines)
+    return "\n".join(
+        line[: len(line) - len(line.lstrip())] + "pass" if line.lstrip()[:1] in ("%", "!", "?") else line for line in lines
+    )
 
 
 # ---- what of the course is there -------------------------------------------------------------------------------------
@@ -146,7 +148,9 @@ def _facade(lends: list[tuple]) -> dict[str, types.ModuleType]:
         if code is None:
             value = getattr(importlib.import_module(module), name)
         else:
-            value = types.FunctionType(marshal.loads(code), {"__builtins__": __builtins__, **pickle.loads(needs)}, name, defaults)
+            value = types.FunctionType(
+                marshal.loads(code), {"__builtins__": __builtins__, **pickle.loads(needs)}, name, defaults
+            )
         for parent in (module.rsplit(".", level)[0] for level in range(module.count(".") + 1)):
             made.setdefault(parent, types.ModuleType(parent)).__path__ = []
         setattr(made[module], name, value)
@@ -175,7 +179,9 @@ class _NoCourse(importlib.abc.MetaPathFinder):
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> None:
         if name.partition(".")[0] == "kvlab":
-            raise ModuleNotFoundError(f"{name} is not there while grading; an answer may use {', '.join(self.lends) or 'nothing of it'}")
+            raise ModuleNotFoundError(
+                f"{name} is not there while grading; an answer may use {', '.join(self.lends) or 'nothing of it'}"
+            )
 
 
 def _read(stream: io.BufferedReader) -> bytes:
