@@ -267,7 +267,7 @@ def _pool(game: Game) -> str:
             f'<li class="kvb-block {owner}" data-state="{state}"><span class="kvb-head"><b>block {i}</b> '
             f'<span>{says}</span></span><span class="kvb-slots">{words}</span></li>'
         )
-    return f'<h3 class="kvb-title">The pool</h3><ol class="kvb-pool" start="0">{"".join(cells)}</ol>'
+    return f'<h2 class="kvb-title">The pool</h2><ol class="kvb-pool" start="0">{"".join(cells)}</ol>'
 
 
 def _reading(read: Read) -> str:
@@ -288,7 +288,7 @@ def _requests(game: Game) -> str:
     )
     rows = rows or '<tr><td colspan="4">No request lives.</td></tr>'
     return (
-        '<h3 class="kvb-title">The requests</h3><div class="pst-scrollable-table-container" tabindex="0" role="region" '
+        '<h2 class="kvb-title">The requests</h2><div class="pst-scrollable-table-container" tabindex="0" role="region" '
         'aria-label="The requests"><table class="kvb-requests"><thead><tr><th scope="col">request</th><th scope="col">block table</th>'
         f'<th scope="col">tokens</th><th scope="col">what it reads</th></tr></thead><tbody>{rows}</tbody></table></div>'
     )
@@ -303,7 +303,7 @@ def _verdict(game: Game) -> str:
 
 def _moves(game: Game) -> str:
     if not game.moves:
-        return '<h3 class="kvb-title">Moves</h3><p>None yet.</p>'
+        return '<h2 class="kvb-title">Moves</h2><p>None yet.</p>'
     lines = "".join(f"<li><code>{escape(str(move))}</code></li>" for move in game.moves)
     fault = f", with the fault <code>{escape(game.fault)}</code> on" if game.fault else ", no fault on"
-    return f'<h3 class="kvb-title">Moves{fault}</h3><ol class="kvb-moves">{lines}</ol>'
+    return f'<h2 class="kvb-title">Moves{fault}</h2><ol class="kvb-moves">{lines}</ol>'

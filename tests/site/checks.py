@@ -158,7 +158,7 @@ def axe_violations(seen: Visit, *, only: list[str] | None = None) -> list[str]:
 
 WEIGHT = 1_500_000  # bytes a page may transfer, figures not counted
 # what a figure or a widget fetches when the reader comes near it
-_FIGURES_OWN = ("/plotly.min.js", "/_static/figures/", "/require.js", "/@jupyter-widgets/")
+_FIGURES_OWN = ("/vendor/plotly", "/_static/figures/", "/require.js", "/@jupyter-widgets/")
 _TRANSFERS = "() => performance.getEntries().filter(e => e.transferSize).map(e => [e.name, e.transferSize])"
 
 

@@ -50,7 +50,7 @@ def stepped() -> go.Figure:
 
 def build(folder: Path, figures: list[go.Figure], builder: str = "html") -> tuple[Path, str]:
     """Build one page with these figures far apart; return the output folder and the warnings."""
-    for name in ("node_modules", "package-lock.json"):
+    for name in ("node_modules", "package-lock.json", "kvlab"):
         (folder / name).symlink_to(ROOT / name)
     (folder / "book").mkdir()
     (folder / "book" / "assets").symlink_to(ROOT / "book" / "assets")
@@ -115,19 +115,30 @@ def test_figures_load_when_near_and_nothing_jumps(browser: Browser, small_site: 
         assert not checks.undrawn_figures(seen)
         assert seen.page.evaluate(state) == ["drawn", "drawn"]
         assert far.bounding_box()["height"] == before
-        assert sum("plotly.min.js" in url for url in seen.requests) == 1
+        assert sum("/plotly" in url for url in seen.requests) == 1
 
 
 @pytest.mark.site
 def test_plotly_is_not_fetched_before_a_figure_is_near(browser: Browser, small_site: Path) -> None:
-    """The 4.8 MB wait while the reader is elsewhere on the page."""
+    """The 1.5 MB wait while the reader is elsewhere on the page."""
     page = small_site / "index.html"
     html = page.read_text("utf8")
     (small_site / "far.html").write_text(html.replace("<figure", '<div style="height:5000px"></div><figure', 1), "utf8")
     with checks.visit(browser, f"{serve(small_site)}/far.html") as seen:
-        assert not [url for url in seen.requests if "plotly.min.js" in url]
+        assert not [url for url in seen.requests if "/plotly" in url]
         assert not checks.undrawn_figures(seen)
-        assert [url for url in seen.requests if "plotly.min.js" in url]
+        assert [url for url in seen.requests if "/plotly" in url]
+
+
+@pytest.mark.site
+@pytest.mark.parametrize(("kind", "bundle"), [("scatter", "plotly-cartesian.min.js"), ("scattergl", "plotly.min.js")])
+def test_a_figure_gets_the_smallest_bundle_that_draws_it(browser: Browser, tmp_path: Path, kind: str, bundle: str) -> None:
+    """Plain charts need a third of plotly.js."""
+    trace = {"type": kind, "x": [1, 2], "y": [1, 2], "mode": "markers"}
+    out, _ = build(tmp_path, [theme.apply(go.Figure([trace]), alt="Two points.", height=300)])
+    with checks.visit(browser, f"{serve(out)}/index.html") as seen:
+        assert not checks.undrawn_figures(seen)
+        assert [url.split("/")[-1] for url in seen.requests if "/plotly" in url] == [bundle]
 
 
 @pytest.mark.site

@@ -13,7 +13,7 @@ import pytest
 from conftest import ROOT, serve
 from ipywidgets.embed import embed_data
 from playwright.sync_api import Browser, expect
-from shared_state import figures, slim
+from shared_state import figures, slim, vendor
 from shared_state.math import katex_html
 from shared_state.search import text_of
 from sphinx.errors import ExtensionError
@@ -66,6 +66,17 @@ def test_large_figures_leave_the_page(tmp_path: Path) -> None:
     assert not stale.exists()
     script = (tmp_path / "_static" / "figures" / name).read_text("utf8")
     assert json.loads(script.partition("] = ")[2].rstrip(";\n"))["data"][0]["y"][-1] == 2999
+
+
+def test_both_bundles_of_plotly_are_of_one_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package.json that pins another plotly.js than Python's is refused, with the version to pin."""
+    assert {"plotly-cartesian.min.js", "plotly.min.js"} <= vendor.vendored(ROOT).keys()
+    (tmp_path / "old.js").write_text("/**\n* plotly.js (cartesian - minified) v1.2.3\n*/")
+    assert vendor.version_of(tmp_path / "old.js") == "1.2.3"
+    versions = iter(["1.2.3", "4.1.1"])
+    monkeypatch.setattr(vendor, "version_of", lambda path: next(versions))
+    with pytest.raises(ExtensionError, match=r"pins plotly.js 1\.2\.3, the Python package brings 4\.1\.1"):
+        vendor.vendored(ROOT)
 
 
 def test_text_of_a_page() -> None:

@@ -1,12 +1,13 @@
 """Copy into the site what its pages load from other projects, and keep every page to that.
 
 The npm packages are pinned by package-lock.json and installed by `npm ci`; plotly.js comes from the Python package, so
-that the figures and the library that draws them are of one version.
+that the figures and the library that draws them are of one version. Its small bundle comes from npm and must be of that version too.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ NPM = (
     (f"{WIDGETS}/embed-amd.js", WIDGETS),
     (f"{WIDGETS}/*.woff2", WIDGETS),
     (f"{WIDGETS}/*.woff2", "@jupyter-widgets"),  # where it looks when its own address is not known, as from the disk
+    ("plotly.js-cartesian-dist-min/plotly-cartesian.min.js", "."),
     ("katex/dist/katex.min.css", "katex"),
     ("katex/dist/fonts/*.woff2", "katex/fonts"),
     ("pyodide/pyodide.mjs", "pyodide"),
@@ -40,11 +42,22 @@ def vendored(root: Path) -> dict[str, Path]:
         found = sorted((root / "node_modules").glob(pattern))
         if not found:
             raise ExtensionError(f"node_modules/{pattern} is missing: run `npm ci --ignore-scripts` in the project folder")
-        files |= {f"{folder}/{path.name}": path for path in found}
+        files |= {Path(folder, path.name).as_posix(): path for path in found}
     plotly = importlib.util.find_spec("plotly")
     if plotly is None or plotly.origin is None:
         raise ExtensionError("plotly is not installed: pip install -r requirements.txt")
-    return files | {"plotly.min.js": Path(plotly.origin).parent / "package_data" / "plotly.min.js"}
+    whole = Path(plotly.origin).parent / "package_data" / "plotly.min.js"
+    pinned, theirs = (version_of(path) for path in (files["plotly-cartesian.min.js"], whole))
+    if pinned != theirs:
+        raise ExtensionError(f"package.json pins plotly.js {pinned}, the Python package brings {theirs}: pin {theirs}")
+    return files | {"plotly.min.js": whole}
+
+
+def version_of(bundle: Path) -> str:
+    """Return the version that a bundle of plotly.js names in its first line of notice, such as 4.1.1."""
+    with bundle.open(encoding="utf8") as file:
+        found = re.search(r"plotly\.js.* v(\d+\.\d+\.\d+)", file.read(2000))
+    return found[1] if found else "of an unknown version"
 
 
 def copy_vendored(app: Sphinx) -> None:

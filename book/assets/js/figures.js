@@ -1,14 +1,17 @@
 // Draw the page's figures when the reader comes near them, in the colours of the page.
 //
 // Each figure is a box of the right height and its data as JSON, in the page or beside it (book/_ext/shared_state/figures.py).
-// plotly.js, 4.8 MB, is fetched once, for the first figure that nears the window. Plotly's sliders and menus are mouse-only
+// plotly.js is fetched once, for the first figure that nears the window: its bundle of plain charts, 1.5 MB, or all of it, 4.8 MB,
+// for a figure that needs another kind of trace. Plotly's sliders and menus are mouse-only
 // drawings, so they are taken out of the layout and become real inputs below the plot, which a keyboard and a screen reader can use.
 (() => {
   "use strict";
-  const PLOTLY = new URL("../vendor/plotly.min.js", document.currentScript.src).href;
+  const VENDOR = new URL("../vendor/", document.currentScript.src).href;
+  const PLAIN = new Set(["bar", "box", "contour", "heatmap", "histogram", "histogram2d", "histogram2dcontour", "image", "pie",
+    "scatter", "scatterternary", "violin"]); // what plotly.js-cartesian draws
   const NARROW = 560; // CSS pixels of a figure under which the legend goes below the plot
   const reducedMotion = matchMedia("(prefers-reduced-motion: reduce)");
-  let library;
+  const libraries = {};
 
   function load(address) {
     return new Promise((resolve, reject) => {
@@ -19,7 +22,10 @@
       document.head.append(script);
     });
   }
-  const loadPlotly = () => (library ??= load(PLOTLY).then(() => window.Plotly));
+  function loadPlotly({ data }) {
+    const file = data.every((trace) => PLAIN.has(trace.type ?? "scatter")) ? "plotly-cartesian.min.js" : "plotly.min.js";
+    return (libraries[file] ??= load(VENDOR + file).then(() => window.Plotly));
+  }
 
   // A figure's data: in the page, or where the page says; a script's and not a file's, which a page on the disk could not fetch
   async function dataOf(figure) {
@@ -155,7 +161,8 @@
     figure.dataset.state = "loading";
     const plot = figure.querySelector(".kv-plot");
     try {
-      const [Plotly, source] = await Promise.all([loadPlotly(), dataOf(figure)]);
+      const source = await dataOf(figure);
+      const Plotly = await loadPlotly(source);
       const { sliders, updatemenus, width, ...layout } = source.layout; // the page decides the width
       const narrow = () => figure.clientWidth < NARROW;
       const look = () => ({ ...(narrow() ? narrowed(layout) : layout), template: recoloured(layout.template) });
