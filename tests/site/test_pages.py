@@ -57,6 +57,17 @@ def test_search_works_offline(browser: Browser, site: Path, scheme: str) -> None
     assert not problems, "\n".join(problems)
 
 
+@pytest.mark.parametrize(
+    ("query", "marked"), [("copy-on-write", {"copy-on-write"}), ("the references of blocks", {"references", "blocks"})]
+)
+def test_a_summary_shows_the_query_or_a_word_of_it(browser: Browser, site: Path, query: str, marked: set[str]) -> None:
+    """As it was typed where it stands so, else a word that counts, from its beginning."""
+    with checks.visit(browser, f"{serve(site)}/search.html?q={query}") as seen:
+        found = seen.page.locator("#search-results li", has=seen.page.locator('a[href*="book/05-blocks"]')).first
+        said = {text.lower() for text in found.locator(".context mark").all_inner_texts()}
+    assert said and said <= marked
+
+
 def test_only_the_search_page_loads_the_index(browser: Browser, site: Path) -> None:
     """The index grows with the book; a chapter has no use for it."""
     with checks.visit(browser, f"{serve(site)}/book/05-blocks.html") as seen:

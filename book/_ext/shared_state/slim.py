@@ -21,10 +21,13 @@ ICONS = (
     "file-lines", "file-pdf", "home", "list", "magnifying-glass", "moon", "outdent", "pencil", "sun", "xmark",
 )  # fmt: skip
 NOTICE = "/* Icons of Font Awesome Free (fontawesome.com), CC BY 4.0, cut out of the theme's copy */"
+# The last two undo what the theme does to an icon that its script has not yet turned into an svg
 RULES = """
 :is(.fa,.fas,.far,.fa-solid,.fa-regular){display:inline-block;width:calc(var(--w)*1em);height:1em;vertical-align:-.125em;\
 line-height:1;background:currentColor;-webkit-mask:var(--icon) center/100% 100% no-repeat;mask:var(--icon) center/100% 100% no-repeat}
 .fa-lg{font-size:1.25em}
+form.bd-search .fa-solid.fa-magnifying-glass{position:static;flex:none}
+button.search-button-field>.fa-solid{display:inline-block}
 @media (forced-colors:active){:is(.fa,.fas,.far,.fa-solid,.fa-regular){forced-color-adjust:none;background:LinkText}}
 @media print{:is(.fa,.fas,.far,.fa-solid,.fa-regular){print-color-adjust:exact}}
 """

@@ -4,12 +4,18 @@
   const TEXT = new URL("../search-text.js", document.currentScript.src).href;
   const BEFORE = 90, AFTER = 190; // characters shown around the word
 
-  const words = (new URLSearchParams(location.search).get("q") ?? "").toLowerCase().split(/[^\p{L}\p{N}]+/u).filter((w) => w.length > 1);
-  const one = new RegExp(words.map((w) => w.replace(/[.*+?^${}()|[\]\\]/g, "\\$&")).join("|"), "giu");
+  const escaped = (text) => text.replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
+  const query = (new URLSearchParams(location.search).get("q") ?? "").trim();
+  const none = new Set(typeof stopwords === "undefined" ? [] : stopwords); // Sphinx's, which are not in its index
+  const words = query.toLowerCase().split(/[^\p{L}\p{N}]+/u).filter((word) => word.length > 1 && !none.has(word));
+  // the query as it was typed, else the first place where a word begins with one of its words
+  const patterns = [query && escaped(query), words.map((word) => `(?<![\\p{L}\\p{N}])${escaped(word)}`).join("|")]
+    .filter(Boolean).map((pattern) => new RegExp(pattern, "giu"));
 
   function summary(text) {
+    const one = patterns.find((pattern) => text.search(pattern) >= 0);
+    if (!one) return null;
     const at = text.search(one);
-    if (at < 0) return null;
     const start = at <= BEFORE ? 0 : text.indexOf(" ", at - BEFORE) + 1;
     const cut = text.slice(start, at + AFTER);
     const stop = at + AFTER >= text.length ? cut.length : cut.lastIndexOf(" ");
@@ -38,7 +44,7 @@
 
   document.addEventListener("DOMContentLoaded", () => {
     const results = document.querySelector("#search-results");
-    if (!results || !words.length) return;
+    if (!results || !patterns.length) return;
     const script = document.createElement("script");
     script.src = TEXT;
     script.onload = () => {
