@@ -351,6 +351,7 @@ def test_a_cell_that_never_ends_is_stopped(seen: checks.Visit) -> None:
     live(page, 2).get_by_role("button", name="Run cell 2").click()
     assert outcome(page, 2, "done").strip() == "False"
     assert page.evaluate("kvKernel.starts") == starts + 1
+    assert len(page.workers) == 1  # the thread that did not end is gone
     assert not checks.external_requests(seen) + checks.complaints(seen)
 
 
