@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := site
 .DELETE_ON_ERROR:
-.PHONY: site test lab labs record bench model chromium clean distclean help
+.PHONY: site test lab labs record bench model chromium release test-classroom test-versions clean distclean help
 
 # Threads that wait give way: where others use the cores too, a spinning barrier makes a run many times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -19,7 +19,7 @@ SOLUTIONS := $(wildcard solutions/*.md)
 LABS := $(SOLUTIONS:solutions/%.md=labs/%.ipynb)
 
 help:  ## what there is to make
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
 
 # ---- the environment -----------------------------------------------------------------------------------------------------
 $(STAMPS)/venv:
@@ -83,6 +83,23 @@ test: site chromium  ## everything: the site is built, then ruff and pytest
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/python -m pytest $(PYTEST)
+
+# ---- a class ---------------------------------------------------------------------------------------------------------------
+# make release COURSE=folder EXCHANGE=folder ONLY="05-blocks 06-prefix"; without EXCHANGE the assignments are only generated
+release: $(STAMPS)/python  ## make nbgrader's assignments of the labs (book/teachers.md)
+	@$(BIN)/python tools/release.py $(ONLY) $(if $(COURSE),--course "$(COURSE)") $(if $(EXCHANGE),--exchange "$(EXCHANGE)",--no-exchange)
+
+$(STAMPS)/classroom: requirements-classroom.txt classroom/package-lock.json $(STAMPS)/python
+	@echo "Installing JupyterHub and its proxy"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-classroom.txt
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/npm ci --prefix classroom --ignore-scripts --no-audit --no-fund --loglevel=error
+	@touch $@
+
+test-classroom: $(STAMPS)/classroom model  ## grading, the exchange, and (as root) a hub with a teacher and three students
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -rs tests/test_grading.py tests/test_classroom.py tests/test_hub.py $(PYTEST)
+
+test-versions: model  ## a lone notebook, from an archive, with the oldest and the newest packages pyproject.toml allows
+	@$(BIN)/python tools/versions.py
 
 clean:  ## remove what a build makes, keep the environment
 	rm -rf _build

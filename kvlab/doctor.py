@@ -55,8 +55,13 @@ def verdict(findings: list[Finding]) -> str:
     missing = [finding for finding in findings if finding.state == MISSING]
     if not missing:
         return "The labs will run."
-    more = f" ({len(missing) - 1} more above)" if len(missing) > 1 else ""
+    more = f" ({len(missing) - 1} more)" if len(missing) > 1 else ""
     return f"The labs will not run: {missing[0].what}: {missing[0].found}. {missing[0].remedy}{more}"
+
+
+def report(findings: list[Finding], *, line: bool = False) -> str:
+    """What to show somebody: the verdict first, in one line, then (unless `line`) all there is behind it."""
+    return verdict(findings) if line else f"{verdict(findings)}\n\n{table(findings)}"
 
 
 def requirements() -> dict[str, tuple[str, str]]:
@@ -136,9 +141,7 @@ def _memory() -> Finding:
 def _disk() -> Finding:
     from kvlab.runtime import weights
 
-    place = weights.home()
-    while not place.exists():
-        place = place.parent
+    place = next(folder for folder in (weights.home(), *weights.home().parents) if _is_there(folder))
     free = shutil.disk_usage(place).free
     found = f"{free / GIB:.1f} GiB free for {weights.home()}"
     if free < GIB:
@@ -153,13 +156,31 @@ def _model() -> Finding:
     model = weights.find(name)
     if model is None:
         return Finding("model", OK, f"{name} (KVLAB_MODEL; not checked until it is loaded)")
-    if not weights.folder(model).is_dir():
-        return Finding("model", MISSING, f"{model.name} is not fetched", "kvlab model fetch")
     try:
+        if not weights.folder(model).is_dir():
+            return Finding("model", MISSING, f"{model.name} is not fetched", _how_to_fetch(weights.home()))
         weights.verify(model)
+    except PermissionError as error:
+        remedy = f"Whoever made {weights.home()} has to let everybody read it: chmod -R a+rX"
+        return Finding("model", MISSING, f"{error.filename} may not be read", remedy)
     except KvlabError as error:
         return Finding("model", MISSING, error.message.rstrip("."), "kvlab model fetch")
     return Finding("model", OK, f"{model.name}, fetched, converted, verified")
+
+
+def _is_there(folder: Path) -> bool:
+    try:
+        return folder.exists()
+    except PermissionError:  # behind a folder that may not be looked into
+        return False
+
+
+def _how_to_fetch(home: Path) -> str:
+    """A folder that one may not write to is somebody else's: a class shares one copy of the weights."""
+    there = next(folder for folder in (home, *home.parents) if _is_there(folder))
+    if os.access(there, os.W_OK):
+        return "kvlab model fetch"
+    return f"{home} is not yours to write: whoever it belongs to runs kvlab model fetch, or set KVLAB_HOME to a folder of yours"
 
 
 def _labs() -> Finding:
@@ -183,8 +204,17 @@ def _node() -> Finding:
     path = shutil.which("node", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
     if not path:
         return Finding("Node", WARN, "not found", remedy)
-    version = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout.strip()
+    try:
+        version = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:  # there, and not ours to run
+        version = ""
     major = re.match(r"v(\d+)", version)
     if not major or int(major[1]) < 18:
         return Finding("Node", WARN, f"{version or 'does not run'} (needs 18)", remedy)
     return Finding("Node", OK, version)
+
+
+if __name__ == "__main__":  # python -m kvlab.doctor [--line]
+    examined = examine()
+    print(report(examined, line="--line" in sys.argv[1:]))
+    sys.exit(not labs_will_run(examined))

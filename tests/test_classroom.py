@@ -310,6 +310,23 @@ def test_a_submission_in_anothers_name_counts_for_whoever_made_it(tmp_path):
     assert collect._path_to_record(str(forged))["username"] == "somebody"
 
 
+def test_a_submission_made_by_hand_does_not_stop_the_feedback_of_all(tmp_path):
+    from kvlab.classroom.nbgrader import Collect
+
+    (tmp_path / "made").mkdir()
+    Collect(coursedir=CourseDirectory()).do_copy(str(tmp_path / "made"), str(tmp_path / "collected"))
+    assert len((tmp_path / "collected" / "submission_secret.txt").read_text()) == 128
+
+
+def test_what_a_hub_needs_is_pinned_beside_what_the_course_needs():
+    def pins(name):
+        lines = (make_labs.ROOT / name).read_text(encoding="utf-8").splitlines()
+        return dict(line.split("==") for line in lines if line and not line.startswith("#"))
+
+    assert "jupyterhub" in pins("requirements-classroom.txt")
+    assert not pins("requirements-classroom.txt").keys() & pins("requirements.txt").keys()
+
+
 def test_release_says_what_is_wrong(tmp_path, capsys):
     assert release.main(["99-nothing", "--course", str(tmp_path)]) == 1
     assert "there are 0" in capsys.readouterr().err

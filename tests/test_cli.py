@@ -1,5 +1,6 @@
 """The command line: what it prints, what it returns, and that every error is one line and its remedy."""
 
+import ctypes
 import json
 import os
 import re
@@ -277,7 +278,7 @@ def test_doctor_on_a_machine_that_lacks_the_model(kvlab, home):
 
 def test_doctor_counts_what_else_is_missing():
     findings = [doctor.Finding("a", "missing", "gone", "Get a."), doctor.Finding("b", "missing", "gone", "Get b.")]
-    assert doctor.verdict(findings) == "The labs will not run: a: gone. Get a. (1 more above)"
+    assert doctor.verdict(findings) == "The labs will not run: a: gone. Get a. (1 more)"
     assert not doctor.labs_will_run(findings)
     assert doctor.labs_will_run([doctor.Finding("c", "warn", "old", "New c."), doctor.Finding("d", "ok", "there")])
 
@@ -324,3 +325,55 @@ def test_doctor_sees_a_damaged_model_and_a_full_disk(home, monkeypatch):
     findings = doctor.examine()
     assert line(findings, "model").state == "missing" and "model.safetensors is damaged" in line(findings, "model").found
     assert line(findings, "disk").state == "warn"
+
+
+def test_doctor_says_the_verdict_first_and_alone_where_asked():
+    findings = [doctor.Finding("model", "missing", "gone", "Get it."), doctor.Finding("disk", "ok", "full of room")]
+    assert doctor.report(findings, line=True) == "The labs will not run: model: gone. Get it."
+    first, blank, *rest = doctor.report(findings).splitlines()
+    assert first == doctor.report(findings, line=True) and not blank and "full of room" in rest[-1]
+
+
+def test_doctor_on_a_shared_folder_that_is_somebody_elses(home, monkeypatch):
+    monkeypatch.setattr(doctor.os, "access", lambda path, mode: False)
+    assert "is not yours to write: whoever it belongs to" in line(doctor.examine(), "model").remedy
+    convert(home)
+    assert line(doctor.examine(), "model").state == "ok"
+
+    def refuse(model):
+        raise PermissionError(13, "Permission denied", str(home / "models"))
+
+    monkeypatch.setattr(weights, "verify", refuse)
+    found = line(doctor.examine(), "model")
+    assert found.state == "missing" and "may not be read" in found.found and "chmod -R a+rX" in found.remedy
+
+
+def test_doctor_survives_a_node_that_does_not_run(tmp_path, monkeypatch):
+    (tmp_path / "node").write_text("#!/nowhere/python\n")
+    (tmp_path / "node").chmod(0o755)
+    monkeypatch.setattr(doctor.sys, "executable", str(tmp_path / "python"))
+    assert doctor._node().found == "does not run (needs 18)"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="gives up root's rights by a namespace")
+def test_one_copy_that_nobody_may_write_serves_a_class(home):
+    folder = convert(home)
+    for place in (folder, folder.parent, home):
+        place.chmod(0o555)
+    child = os.fork()
+    if child == 0:  # even root may write to nothing from here on
+        code = 1
+        try:
+            left = os.getuid() != 0 or ctypes.CDLL(None).unshare(0x10000000) == 0
+            found = weights.ensure(ENTRY) == folder and line([doctor._model()], "model").state == "ok"
+            try:
+                (folder / "x").write_text("x")
+            except PermissionError:
+                code = 0 if left and found else 2
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    for place in (home, folder.parent, folder):
+        place.chmod(0o755)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert not (folder / weights.STAMP).exists()

@@ -128,7 +128,10 @@ def secret_of(path: str) -> str:
 
 
 class Collect(ExchangeCollect):
-    """nbgrader warns of a submission in another student's name and takes it; here it counts for the one who made it."""
+    """nbgrader warns of a submission in another student's name and takes it; here it counts for the one who made it.
+
+    One that was put into the exchange by hand has no secret; the release of everybody's feedback would end there. It gets one.
+    """
 
     def _path_to_record(self, path: str) -> dict:
         record = super()._path_to_record(path)
@@ -138,3 +141,10 @@ class Collect(ExchangeCollect):
                 self.log.warning("%s is of %s, in the name of %s: it counts for %s", path, owner, record["username"], owner)
                 record["username"] = owner
         return record
+
+    def do_copy(self, src: str, dest: str) -> None:
+        """As nbgrader's, and a secret where there is none: only who knows it can fetch the feedback."""
+        super().do_copy(src, dest)
+        secret = Path(dest) / "submission_secret.txt"
+        if not secret.exists():
+            secret.write_text(secrets.token_hex(64), encoding="utf-8")
