@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from playwright.sync_api import Browser
 from shared_state.figures import figure_html
 from shared_state.pdf import print_site
 
@@ -32,10 +33,10 @@ def small_book(folder: Path, site: Path, **more: str) -> Path:
 
 
 @pytest.mark.site
-def test_the_pdf_has_all_pages_in_order(site: Path, tmp_path: Path) -> None:
+def test_the_pdf_has_all_pages_in_order(browser: Browser, site: Path, tmp_path: Path) -> None:
     """Each begins on a page of its own and stands in the outline; links lead to places in the document."""
     target = tmp_path / "book.pdf"
-    assert print_site(small_book(tmp_path, site, Second=FIGURE), target) == 3
+    assert print_site(small_book(tmp_path, site, Second=FIGURE), target, browser) == 3
     pdf = target.read_bytes()
     assert [title.decode() for title in re.findall(rb"/Title \((Front|Second|Tenth)\)\s*/(?:Dest|Parent|A)", pdf)] == list(
         PAGES.values()
@@ -45,15 +46,15 @@ def test_the_pdf_has_all_pages_in_order(site: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.site
-def test_a_figure_that_cannot_be_drawn_is_no_pdf(site: Path, tmp_path: Path) -> None:
+def test_a_figure_that_cannot_be_drawn_is_no_pdf(browser: Browser, site: Path, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="1 figures could not be drawn"):
-        print_site(small_book(tmp_path, site, Tenth=FIGURE.replace('"data":', '"data"::')), tmp_path / "book.pdf")
+        print_site(small_book(tmp_path, site, Tenth=FIGURE.replace('"data":', '"data"::')), tmp_path / "book.pdf", browser)
     assert not (tmp_path / "book.pdf").exists()
 
 
 @pytest.mark.site
-def test_a_page_that_is_missing_is_named(site: Path, tmp_path: Path) -> None:
+def test_a_page_that_is_missing_is_named(browser: Browser, site: Path, tmp_path: Path) -> None:
     folder = small_book(tmp_path, site)
     (folder / "book" / "10-tenth.html").unlink()
     with pytest.raises(Exception, match="10-tenth.html: 404"):
-        print_site(folder, tmp_path / "book.pdf")
+        print_site(folder, tmp_path / "book.pdf", browser)

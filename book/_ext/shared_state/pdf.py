@@ -11,6 +11,10 @@ import http.server
 import sys
 import threading
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
 
 FRONT = "book/index.html"
 # In order: take the pages from the side bar, read each, make its ids and links those of one document, and join them
@@ -62,47 +66,60 @@ FOOT = (
 WIDTH = 700  # CSS pixels between the margins of an A4 page
 
 
-def print_site(site: Path, target: Path) -> int:
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *args: object) -> None:
+        """Say nothing."""
+
+
+def print_site(site: Path, target: Path, browser: Browser) -> int:
     """Write the PDF; return how many pages of the site are in it. Raises RuntimeError for a figure that is not drawn."""
-    import browser as chromium
-    from playwright.sync_api import sync_playwright
-
-    class Quiet(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *args: object) -> None:
-            """Say nothing."""
-
-    handler = functools.partial(Quiet, directory=str(site))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, sync_playwright() as playwright:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Quiet, directory=str(site))) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        opened = chromium.launch(playwright)
-        page = opened.new_page(viewport={"width": WIDTH, "height": 1000}, color_scheme="light", reduced_motion="reduce")
-        page.set_default_timeout(180_000)
-        page.goto(f"http://127.0.0.1:{server.server_address[1]}/{FRONT}")
-        page.wait_for_load_state("networkidle")
-        count = page.evaluate(JOIN)
-        page.emulate_media(media="print")
-        page.add_style_tag(content=STYLE)
-        if page.locator(".kv-figure").count():
-            if not page.evaluate("Boolean(window.kvDraw)"):
-                page.add_script_tag(url="../_static/js/figures.js")
-            page.evaluate("async () => { for (const figure of document.querySelectorAll('.kv-figure')) await kvDraw(figure); }")
-            failed = page.locator('.kv-figure:not([data-state="drawn"])').count()
-            if failed:
-                raise RuntimeError(f"{failed} figures could not be drawn")
-        page.evaluate("document.fonts.ready.then(() => true)")
-        margin = {"top": "18mm", "bottom": "18mm", "left": "13mm", "right": "13mm"}
-        target.parent.mkdir(parents=True, exist_ok=True)
-        page.pdf(
-            path=target, format="A4", margin=margin, outline=True, tagged=True, print_background=True,
-            display_header_footer=True, header_template="<span></span>", footer_template=FOOT,
-        )  # fmt: skip
-        opened.close()
-        server.shutdown()
+        page = browser.new_page(viewport={"width": WIDTH, "height": 1000}, color_scheme="light", reduced_motion="reduce")
+        try:
+            page.set_default_timeout(180_000)
+            page.goto(f"http://127.0.0.1:{server.server_address[1]}/{FRONT}")
+            page.wait_for_load_state("networkidle")
+            count = page.evaluate(JOIN)
+            page.emulate_media(media="print")
+            page.add_style_tag(content=STYLE)
+            _draw(page)
+            margin = {"top": "18mm", "bottom": "18mm", "left": "13mm", "right": "13mm"}
+            target.parent.mkdir(parents=True, exist_ok=True)
+            page.pdf(
+                path=target, format="A4", margin=margin, outline=True, tagged=True, print_background=True,
+                display_header_footer=True, header_template="<span></span>", footer_template=FOOT,
+            )  # fmt: skip
+        finally:
+            page.close()
+            server.shutdown()
     return count
 
 
-if __name__ == "__main__":
-    if len(sys.argv) != 3:
+def _draw(page: Page) -> None:
+    """Draw every figure, near or not, and wait for the fonts."""
+    if page.locator(".kv-figure").count():
+        if not page.evaluate("Boolean(window.kvDraw)"):
+            page.add_script_tag(url="../_static/js/figures.js")
+        page.evaluate("async () => { for (const figure of document.querySelectorAll('.kv-figure')) await kvDraw(figure); }")
+        failed = page.locator('.kv-figure:not([data-state="drawn"])').count()
+        if failed:
+            raise RuntimeError(f"{failed} figures could not be drawn")
+    page.evaluate("document.fonts.ready.then(() => true)")
+
+
+def main(arguments: list[str]) -> None:
+    """Read the two paths, open Chromium, print."""
+    import browser as chromium
+    from playwright.sync_api import sync_playwright
+
+    if len(arguments) != 2:
         sys.exit("usage: python -m shared_state.pdf SITE FILE")
-    pages = print_site(Path(sys.argv[1]), Path(sys.argv[2]))
-    print(f"{sys.argv[2]}: {pages} pages of the site")
+    site, target = map(Path, arguments)
+    with sync_playwright() as playwright:
+        count = print_site(site, target, chromium.launch(playwright))
+    print(f"{target}: {count} pages of the site")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
