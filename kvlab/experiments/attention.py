@@ -24,7 +24,7 @@ from kvlab.faults import fault
 from kvlab.runtime import Loaded, load
 from kvlab.runtime import attention as hand
 from kvlab.runtime.attention import Attention, ByHand, shape_of
-from kvlab.runtime.decode import Trace, attention_kernel, greedy, score
+from kvlab.runtime.decode import Trace, attention_kernel, greedy
 
 SEED = 1
 SECRET = "ABCD-1234"
@@ -32,7 +32,7 @@ PROMPT = f"The password is: {SECRET}. I repeat, the password is:"
 ASKED = "Hello. What is the password? The password is:"  # another user, who was never told
 PLAIN = "The sun rose over the harbour, and the fishermen carried their nets down to the boats, as they had done every day."
 NEW_TOKENS = 8
-FIND, JUDGE, MOST = 6, 24, 16  # prompts the readers are found on, prompts they are judged on, heads taken away at most
+FIND, JUDGE, MOST = 6, 24, 40  # prompts the readers are found on, prompts they are judged on, heads it is hidden from at most
 DRAWS = 5  # of heads chosen blindly
 
 
@@ -368,116 +368,157 @@ def maps(loaded: Loaded, ids: Sequence[int]) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def without(loaded: Loaded, heads: Sequence[Head], *, row_by_row: bool = False) -> Iterator[None]:
-    """Set the output of some heads, (layer, head) pairs, to zero at every position; `row_by_row`: the n-th head in row n only."""
-    dim = loaded.spec.head_dim
-    by_layer: dict[int, list[tuple[int | slice, int]]] = {}
-    for row, (layer, head) in enumerate(heads):
-        by_layer.setdefault(layer, []).append((row if row_by_row else slice(None), head))
+def hidden(
+    loaded: Loaded, heads: Sequence[Head], places: Sequence[Sequence[int]], *, last: int = 1, row_by_row: bool = False
+) -> Iterator[None]:
+    """Hide some tokens from some heads, (layer, head) pairs: these look elsewhere, and nothing else is taken from them.
 
-    def blank(gone):
-        def hook(_, args):
-            x = args[0].clone()
+    places       for each row of the batch, the columns that are hidden
+    last         only the last so many tokens of each forward are kept from looking. With 1, greedy decoding reads its prompt
+                 undisturbed, and cannot look from the last token of it on
+    row_by_row   from the n-th head in the n-th row only
+    """
+    by_layer: dict[int, list[tuple[int, int]]] = {}
+    for n, (layer, head) in enumerate(heads):
+        by_layer.setdefault(layer, []).extend((row, head) for row in ([n] if row_by_row else range(len(places))))
+
+    def blind(layer: int, gone: list[tuple[int, int]]):
+        def hook(_, args, given):
+            rows, seq, _ = given["hidden_states"].shape
+            past = 0 if given.get("cache") is None else int(given["cache"].get_seq_length(layer))
+            mask = given["attention_mask"]
+            if mask is None:
+                mask = hand.causal_mask(seq, past, loaded.model.device)[None, None]
+            mask = mask.expand(rows, loaded.spec.heads, seq, past + seq).clone()
             for row, head in gone:
-                x[row, :, head * dim : (head + 1) * dim] = 0
-            return (x,)
+                mask[row, head, -last:, places[row]] = False
+            return args, given | {"attention_mask": mask}
 
         return hook
 
     blocks = loaded.model.model.layers
-    hooks = [blocks[layer].self_attn.o_proj.register_forward_pre_hook(blank(gone)) for layer, gone in by_layer.items()]
+    hooks = [
+        blocks[layer].self_attn.register_forward_pre_hook(blind(layer, gone), with_kwargs=True)
+        for layer, gone in by_layer.items()
+    ]
     try:
-        yield
+        with attention_kernel(loaded, "sdpa"):  # whose masks are True and False
+            yield
     finally:
         for hook in hooks:
             hook.remove()
 
 
 @torch.inference_mode()
-def needed(loaded: Loaded, prompt: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
-    """What each head's absence costs the answer: the mean log-probability of its tokens with all heads, minus without this one.
+def needed(loaded: Loaded, prompt: Sequence[int], places: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
+    """What it costs the answer to hide the tokens at `places` from one head: log-probability lost, the mean over its tokens.
 
-    `[layers, heads]`, nats. The answer is fed, not generated, so that every number is about the same tokens.
+    `[layers, heads]`, nats. The prompt is read undisturbed; from its last token on the head cannot look there. The answer is
+    fed, not generated, so that every number is about the same tokens.
     """
-    spec = loaded.spec
+    from transformers import DynamicCache
+
+    spec, kept = loaded.spec, len(prompt) - 1
     ids = torch.tensor([[*prompt, *answer[:-1]]], device=loaded.model.device)
     wanted = torch.tensor(list(answer), device=loaded.model.device)
+    cache = DynamicCache(config=loaded.model.config)
+    if kept:
+        loaded.model(input_ids=ids[:, :kept], cache=cache, logits_to_keep=1)
+        cache.batch_repeat_interleave(spec.heads)
+    fed = ids[:, kept:].expand(spec.heads, -1)
 
-    def says(rows: int) -> torch.Tensor:
-        logits = loaded.model(input_ids=ids.expand(rows, -1), use_cache=False, logits_to_keep=len(answer)).logits.float()
-        return logits.log_softmax(-1)[:, torch.arange(len(answer)), wanted].mean(-1)
+    def says() -> torch.Tensor:
+        logits = loaded.model(input_ids=fed, cache=cache, logits_to_keep=len(answer)).logits
+        cache.crop(-fed.shape[1])
+        return logits.float().log_softmax(-1)[:, torch.arange(len(answer)), wanted].mean(-1)
 
-    base, out = says(1), []
+    base, out = says(), []
     for layer in range(spec.layers):
-        with without(loaded, [(layer, head) for head in range(spec.heads)], row_by_row=True):
-            out.append(base - says(spec.heads))
+        row_each = [(layer, head) for head in range(spec.heads)]
+        with hidden(loaded, row_each, [places] * spec.heads, last=len(answer), row_by_row=True):
+            out.append(base - says())
     return torch.stack(out).cpu()
 
 
-def sayers(loaded: Loaded, count: int, seed: int = SEED) -> list[tuple[prompts.Prompt, Trace]]:
+@dataclass(frozen=True)
+class Said:
+    """A prompt that the model answers with its password: token ids, where the password stands in them, the answer's tokens."""
+
+    password: str
+    ids: tuple[int, ...]
+    places: tuple[int, ...]
+    answer: tuple[int, ...]
+
+
+def places_of(tokenizer: Any, text: str, part: str) -> tuple[int, ...]:
+    """Which tokens of `text` hold the first occurrence of `part`, or a piece of it."""
+    begin = text.index(part)
+    spans = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    return tuple(at for at, (a, b) in enumerate(spans) if a < begin + len(part) and b > begin)
+
+
+def sayers(loaded: Loaded, count: int, seed: int = SEED) -> list[Said]:
     """The first `count` of the course's password prompts that the model answers with the password."""
-    found: list[tuple[prompts.Prompt, Trace]] = []
+    found: list[Said] = []
     made = prompts.make(loaded.tokenizer, 6 * count, seed)
     for begin in range(0, len(made), count):
         some = made[begin : begin + count]
         for prompt, trace in zip(some, greedy(loaded, [p.ids for p in some], 2 * NEW_TOKENS)):
             if prompt.password in loaded.tokenizer.decode(trace.tokens):
-                found.append((prompt, trace))
+                places = places_of(loaded.tokenizer, prompt.text, prompt.password)
+                found.append(Said(prompt.password, prompt.ids, places, tuple(trace.tokens[:NEW_TOKENS])))
         if len(found) >= count:
             break
     return found[:count]
 
 
-def still_said(loaded: Loaded, some: Sequence[tuple[prompts.Prompt, Trace]], heads: Sequence[Head]) -> int:
-    """In how many of the prompts the password is still said without these heads."""
-    with without(loaded, heads):
-        traces = greedy(loaded, [prompt.ids for prompt, _ in some], 2 * NEW_TOKENS)
-    return sum(p.password in loaded.tokenizer.decode(t.tokens) for (p, _), t in zip(some, traces))
-
-
-def plain_text(loaded: Loaded, heads: Sequence[Head]) -> float:
-    """Mean log-probability of an ordinary sentence's tokens without these heads, nats."""
-    ids = encode(loaded.tokenizer, PLAIN)
-    with without(loaded, heads):
-        logits = score(loaded, ids)
-    return float(logits[:-1].log_softmax(-1)[torch.arange(len(ids) - 1), ids[1:]].mean())
+def still_said(loaded: Loaded, some: Sequence[Said], heads: Sequence[Head]) -> int:
+    """In how many of the prompts the password is still said when it is hidden from these heads."""
+    longest = max(len(one.ids) for one in some)
+    columns = [[longest - len(one.ids) + place for place in one.places] for one in some]  # rows are padded on the left
+    with hidden(loaded, heads, columns):
+        traces = greedy(loaded, [one.ids for one in some], 2 * NEW_TOKENS)
+    return sum(one.password in loaded.tokenizer.decode(trace.tokens) for one, trace in zip(some, traces))
 
 
 def readers(loaded: Loaded, find: int = FIND, judge: int = JUDGE, most: int = MOST, draws: int = DRAWS) -> dict:
-    """The heads that read the password, found on some prompts and judged on others.
+    """The heads that read the password: found on some prompts, judged on others.
 
-    A head's need is the mean over the finding prompts of :func:`needed`. Heads are taken away in that order until none of
-    these prompts is answered with the password; that many are then judged, against as many heads drawn blindly, and
-    against those that look hardest at the password in PROMPT.
+    The password is hidden from one head after another, in the order of their need (the mean of :func:`needed`), until none of
+    the finding prompts is answered with it. The others judge: against as many heads drawn blindly, as many of those that look
+    hardest at the password in PROMPT, and all heads there are.
     """
     some = sayers(loaded, find + judge)
     finding, judging = some[:find], some[find:]
-    need = torch.stack([needed(loaded, p.ids, trace.tokens[:NEW_TOKENS]) for p, trace in finding]).mean(0)
-    ids = encode(loaded.tokenizer, PROMPT)
-    secret = secret_tokens(loaded)
-    look = maps(loaded, ids)[:, :, -1, secret].sum(-1)
-    order, looking = _ranked(need), _ranked(look)
-    curve = [len(finding)]
+    need = torch.stack([needed(loaded, one.ids, one.places, one.answer) for one in finding]).mean(0)
+    order, curve = _ranked(need), [len(finding)]
     while curve[-1] and len(curve) <= most:
         curve.append(still_said(loaded, finding, order[: len(curve)]))
     count = len(curve) - 1
-    drawn = [random.Random(seed).sample(order[count:], count) for seed in range(draws)]
-    arms = {"none": [], "the first of the readers": order[:1], "the readers": order[:count], "looking hardest": looking[:count]}
-    arms |= {f"drawn blindly {n + 1}": heads for n, heads in enumerate(drawn)}
+    ids = encode(loaded.tokenizer, PROMPT)
+    look = maps(loaded, ids)[:, :, -1, secret_tokens(loaded)].sum(-1)
+    arms = {
+        "none": [],
+        "the first reader": order[:1],
+        "the readers": order[:count],
+        "those that look hardest": _ranked(look)[:count],
+    }
+    arms |= {f"as many, blindly ({n + 1})": random.Random(n).sample(order[count:], count) for n in range(draws)}
+    arms |= {"all but the readers": order[count:], "all": order}
     return {
-        "need": _short(need),
-        "look": _short(look),
-        "order": [list(head) for head in order[:most]],
+        "need": need.tolist(),
+        "look": look.tolist(),
         "habits": habits(loaded, ids),
+        "order": [list(head) for head in order[:most]],
         "curve": curve,
         "count": count,
         "finding": len(finding),
         "judged": len(judging),
         "arms": {
             name: {
-                "heads": [list(head) for head in heads],
+                "heads": [list(head) for head in heads[:most]],
+                "count": len(heads),
                 "said": still_said(loaded, judging, heads),
-                "plain": record.short(plain_text(loaded, heads)),
             }
             for name, heads in arms.items()
         },
@@ -500,8 +541,7 @@ def habits(loaded: Loaded, ids: Sequence[int]) -> dict[str, list[list[float]]]:
 
 def secret_tokens(loaded: Loaded) -> list[int]:
     """Where the password's tokens stand in PROMPT."""
-    before = encode(loaded.tokenizer, PROMPT.partition(f" {SECRET}")[0])
-    return list(range(len(before), len(before) + len(encode(loaded.tokenizer, f" {SECRET}"))))
+    return list(places_of(loaded.tokenizer, PROMPT, SECRET))
 
 
 def _ranked(values: torch.Tensor) -> list[Head]:
