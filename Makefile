@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := site
 .DELETE_ON_ERROR:
-.PHONY: site test lab labs record bench model chromium release test-classroom test-versions clean distclean help
+.PHONY: site pdf test lab labs record bench model chromium release test-classroom test-versions clean distclean help
 
 # Threads that wait give way: where others use the cores too, a spinning barrier makes a run many times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -62,6 +62,9 @@ site: $(STAMPS)/npm model labs  ## build the site in _build/html
 	  { grep -aE -A30 'WARNING:|ERROR|Error|Traceback' $(LOG) | grep -av IPKernelApp | tail -n 80 >&2; \
 	    echo "make: the site did not build; the whole log is $(LOG)" >&2; exit 1; }
 	@echo "The site is built. Open $(CURDIR)/_build/html/index.html"
+
+pdf: site chromium  ## print the book to _build/shared-state.pdf
+	@PYTHONPATH=tools:book/_ext $(BIN)/python -m shared_state.pdf _build/html _build/shared-state.pdf
 
 lab: $(STAMPS)/python model labs  ## open JupyterLab on the labs
 	@$(BIN)/jupyter lab labs
