@@ -89,7 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     try:
         names = release(
-            options.course.absolute(),
+            options.course.expanduser().absolute(),
             [known[name] for name in options.labs or known],
             exchange,
             publish=not options.no_exchange,

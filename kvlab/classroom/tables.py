@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvlab.checks import Exercise
 from kvlab.classroom.grade import find
+from kvlab.classroom.remote import DEFAULT
 from kvlab.classroom.samples import SAMPLES
 from kvlab.record import Run
 
@@ -60,9 +61,11 @@ def facts(run: Run) -> dict[str, str]:
     """The numbers of the page's prose, from the recorded run of `tools/record_class.py`."""
     data = run.data
     return {
-        "grade_plain": f"{data['seconds_per_answer']['plain']:.1f}",
+        "limit": f"{DEFAULT.seconds:.0f}",
+        "recorded_on": run.manifest.sentence(),
+        "grade_plain": f"{data['seconds_per_answer']['plain']:.1g}",
         "grade_tensors": f"{data['seconds_per_answer']['tensors']:.1f}",
-        "grade_class": f"{30 * sum(data['seconds_per_lab'].values()) / len(data['seconds_per_lab']) / 60:.0f}",
+        "grade_class": f"{30 * max(data['seconds_per_lab'].values()) / 60:.0f}",
         "model_gib": f"{data['resident_gib']['loaded']:.1f}",
         "kernel_gib": f"{data['resident_gib']['lab']:.1f}",
         "shared_mib": f"{data['weights_mib']:.0f}",
