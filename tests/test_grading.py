@@ -7,8 +7,9 @@ from dataclasses import replace
 import make_labs
 import pytest
 
+from kvlab import record
 from kvlab.checks import LabStop, same
-from kvlab.classroom import hidden, sandbox, wire
+from kvlab.classroom import hidden, sandbox, tables, wire
 from kvlab.classroom.grade import find, grade, judge
 from kvlab.classroom.remote import Limits, Remote, Stopped
 from kvlab.classroom.samples import SAMPLES
@@ -31,6 +32,7 @@ def cells_before(lab: str, name: str) -> list[tuple[str, bool]]:
     for cell in make_labs.worked(SOLUTIONS[lab]).cells:
         about = cell.metadata.get("nbgrader", {})
         if about.get("grade_id") == f"{name}-check":
+            assert any(is_answer for _, is_answer in found), f"the answer cell of {name} has another name than its exercise"
             return found
         if cell.cell_type == "code" and not about.get("grade"):
             found.append((cell.source, about.get("grade_id") == f"{name}-answer"))
@@ -130,6 +132,24 @@ def test_a_check_cell_without_an_exercise_is_refused():
         find("05-blocks", "nothing-check")
     with pytest.raises(LookupError, match=r"kvlab\.checks\.nowhere"):
         find("99-nowhere", "free-check")
+
+
+@pytest.mark.parametrize("lab", SOLUTIONS)
+def test_the_teachers_page_shows_every_mistake_and_every_sample(lab):
+    notebook = make_labs.ROOT / "labs" / f"{lab}.ipynb"
+    shown = tables.mistakes(notebook)
+    for _, exercise in (pair for pair in EXERCISES if pair[0] == lab):
+        assert all(mistake.says.replace("|", "\\|") in shown for mistake in exercise.mistakes)
+    assert len({line.replace("\\|", "").count("|") for line in shown.splitlines()}) == 1
+    samples = [sample for sample in SAMPLES if sample.lab == lab]
+    assert samples and all(sample.code.rstrip() in tables.samples(notebook) for sample in samples)
+    assert tables.plan([notebook]).splitlines()[-1].count("|") == 5
+
+
+def test_the_teachers_page_takes_its_numbers_from_the_recorded_run():
+    facts = tables.facts(record.load("classroom"))
+    assert facts["hidden"] == str(hidden.COUNT) and all(facts.values())
+    assert 0 < float(facts["grade_plain"]) <= float(facts["grade_tensors"])
 
 
 # ---- what an answer is kept from ---------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvlab.checks import Exercise
 from kvlab.classroom.grade import find
+from kvlab.classroom.hidden import COUNT
 from kvlab.classroom.remote import DEFAULT
 from kvlab.classroom.samples import SAMPLES
 from kvlab.record import Run
@@ -61,6 +62,7 @@ def facts(run: Run) -> dict[str, str]:
     """The numbers of the page's prose, from the recorded run of `tools/record_class.py`."""
     data = run.data
     return {
+        "hidden": str(COUNT),
         "limit": f"{DEFAULT.seconds:.0f}",
         "recorded_on": run.manifest.sentence(),
         "grade_plain": f"{data['seconds_per_answer']['plain']:.1g}",
