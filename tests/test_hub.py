@@ -122,6 +122,7 @@ class Hub:
         (place / "home").mkdir()
         for name, password in self.passwords.items():
             subprocess.run(["useradd", "-m", "-d", str(place / "home" / name), "-s", "/bin/bash", name], check=True)
+            self.made.append(name)
             (place / "home" / name).chmod(0o700)
             subprocess.run(["chpasswd"], input=f"{name}:{password}", text=True, check=True)
         share = Path(sys.prefix)
@@ -243,7 +244,7 @@ class Hub:
                 self.process.wait(60)
             except subprocess.TimeoutExpired:
                 self.process.kill()
-        for name in self.passwords:
+        for name in self.made:
             for sign in ("TERM", "KILL"):
                 subprocess.run(["pkill", f"-{sign}", "-u", name], check=False)  # our own users, made a moment ago
                 time.sleep(0.5)
@@ -254,8 +255,8 @@ class Hub:
 def hub():
     place = Path(tempfile.mkdtemp(prefix="kvlab-hub-"))
     place.chmod(0o755)
-    made = object.__new__(Hub)
-    made.passwords = {}
+    made = object.__new__(Hub)  # so that there is something to close when it does not get far
+    made.made = []
     try:
         made.__init__(place)
         yield made
