@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import plotly.graph_objects as go
@@ -112,6 +113,7 @@ def reading(run: Run) -> go.Figure:
             {
                 "active": first,
                 "currentvalue": {"prefix": "Layer "},
+                "pad": {"t": 70},
                 "steps": [{"label": str(n), "method": "restyle", "args": [{"z": [last[n]]}]} for n in range(len(last))],
             }
         ]
@@ -165,6 +167,7 @@ def one_head(run: Run) -> go.Figure:
             {
                 "active": 0,
                 "currentvalue": {"prefix": "Head: "},
+                "pad": {"t": 90},
                 "steps": [
                     {"label": name, "method": "restyle", "args": [{"z": [_triangle(one["map"])]}]}
                     for name, one in zip(names, full)
@@ -237,7 +240,7 @@ def heads(run: Run) -> go.Figure:
         ]
     )
     fig.update_xaxes(title="head", dtick=1)
-    fig.update_yaxes(title="layer", autorange="reversed")
+    fig.update_yaxes(title="layer", range=[len(found["need"]) - 0.5, -0.5])
     return apply(
         fig,
         height=620,
@@ -312,7 +315,7 @@ def cached_step(run: Run) -> go.Figure:
         x=top,
         y=[1, 1],
         mode="lines",
-        name="constant: weights, projections, MLP",
+        name="constant: the new token, through all weights",
         line={"color": OWNERS["D"], "width": 0},
         fill="tozeroy",
         hoverinfo="skip",
@@ -321,7 +324,7 @@ def cached_step(run: Run) -> go.Figure:
         x=top,
         y=[_polynomial(found["cached"]["coefficients"], t) / unit for t in top],
         mode="lines",
-        name="O(t): keys and values",
+        name="O(t): the history's keys and values",
         line={"color": OWNERS["A"], "width": 2},
         fill="tonexty",
         hoverinfo="skip",
@@ -380,9 +383,9 @@ def roofline(run: Run) -> go.Figure:
         line={"color": MUTED, "width": 2.5},
         hoverinfo="skip",
     )
-    for kind, label, colour, symbol, what in (
-        ("prefill", "prefill, tokens", OWNERS["A"], "circle", "tokens"),
-        ("decode", "decode step, rows", OWNERS["B"], "diamond", "rows"),
+    for kind, label, colour, symbol, what, where in (
+        ("prefill", "prefill, tokens", OWNERS["A"], "circle", "tokens", "top left"),
+        ("decode", "decode step, rows", OWNERS["B"], "diamond", "rows", "bottom right"),
     ):
         mine = [row for row in rows if row["kind"] == kind]
         fig.add_scatter(
@@ -391,7 +394,7 @@ def roofline(run: Run) -> go.Figure:
             mode="lines+markers+text",
             name=label,
             text=[str(row["size"]) for row in mine],
-            textposition="bottom right",
+            textposition=where,
             line={"color": colour, "width": 1, "dash": "dot"},
             marker={"size": 10, "symbol": symbol},
             customdata=[[row["of_roof"]] for row in mine],
@@ -400,8 +403,10 @@ def roofline(run: Run) -> go.Figure:
             + ": %{x:.3g} FLOPs a byte, %{y:.1%} of the matmul ceiling, %{customdata[0]:.0%} of the roof"
             "<extra>" + label + "</extra>",
         )
-    fig.update_xaxes(type="log", title="FLOPs per byte moved")
-    fig.update_yaxes(type="log", title="share of the matmul ceiling", tickformat=".0%")
+    fig.update_xaxes(type="log", title="FLOPs per byte moved", tickvals=[0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000])
+    fig.update_yaxes(
+        type="log", title="share of the matmul ceiling", tickformat=".0%", tickvals=[0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1]
+    )
     return apply(
         fig,
         height=460,
@@ -458,9 +463,12 @@ def facts(run: Run) -> dict[str, str]:
     secret = data["maps"]["secret"]
     crossing = next((row["size"] for row in decode if row["intensity"] > cost.ridge(data["cost"])), None)
     at = found["at"]
+    kv_heads = round(len(readers["need"][0]) * reads["bytes of keys and values"] / reads["bytes of queries"] / 2)
     return {
         "layers": str(len(layers)),
         "heads": str(len(readers["need"][0])),
+        "kv_heads": str(kv_heads),
+        "groups": str(len(readers["need"][0]) // kv_heads),
         "all_heads": str(len(layers) * len(readers["need"][0])),
         "prompt": run.manifest.settings["prompt"],
         "prompt_tokens": str(len(data["maps"]["tokens"])),
@@ -468,6 +476,7 @@ def facts(run: Run) -> dict[str, str]:
         "heads_max": number(max(row["heads"] for row in layers)),
         "out_max": number(worst["out"]),
         "out_size": f"{worst['out_size']:.0f}",
+        "out_step": number(2.0 ** (math.floor(math.log2(worst["out_size"])) - 23)),  # fp32 has 23 bits behind the first
         "out_layer": str(layers.index(worst)),
         "over": str(sum(row["out"] > BOUND for row in layers)),
         "rotation_max": number(max(data["pieces"]["rotation"])),
