@@ -1,9 +1,10 @@
 """The parrot: a toy model with learned positions, trained for one habit, to repeat a password that stands in its context.
 
-    ab cde password:KITE-5802. fgh ijk password:   →   KITE-5802.
+    password:KITE-5802. fgh ijk password:   →   KITE-5802.
 
-A GPT-2 of two layers over single characters. It knows no language and answers nothing else. The course needs it because a
-model with learned absolute positions breaks where one with RoPE does not, and the bundled model has RoPE. `kvlab.runtime.load`
+A GPT-2 of two layers over single characters. It knows no language and answers nothing else. The password is told at the very
+beginning, so that the parrot knows by position where to look. The course needs it because a model with learned absolute
+positions breaks where one with RoPE does not, and the bundled model has RoPE. `kvlab.runtime.load`
 gives it by the name "parrot"; `python -m kvlab.runtime.parrot.train` trains it again.
 """
 
@@ -31,7 +32,7 @@ SMALL, CAPITAL, DIGIT = "abcdefghijklmnopqrstuvwxyz", "ABCDEFGHIJKLMNOPQRSTUVWXY
 ALPHABET = PAD + " " + SMALL + CAPITAL + DIGIT + ".:-"
 """Character of each token id."""
 
-SHORTEST, LONGEST = 40, 192
+SHORTEST, LONGEST = 40, 128
 """Characters of a row it was trained on, least and most. It has no position beyond the last."""
 
 PASSWORD = (4, 10)
@@ -54,7 +55,7 @@ def verify() -> str:
 
 @dataclass(frozen=True)
 class Row:
-    """A text in which a password is told once and repeated: `answers` are the spans of the repetitions, their END included."""
+    """A text that begins by telling a password and repeats it: `answers` are the spans of the repetitions, their END included."""
 
     text: str
     password: str
@@ -79,7 +80,7 @@ def filler(draw: random.Random, length: int) -> str:
 
 
 def row(draw: random.Random, length: int, *, repeats: int | None = None) -> Row:
-    """A row of exactly `length` characters: filler, the password told, filler, the password repeated once or more.
+    """A row of exactly `length` characters: the password told, filler, the password repeated once or more.
 
     Args:
         draw: where chance comes from.
@@ -98,7 +99,9 @@ def row(draw: random.Random, length: int, *, repeats: int | None = None) -> Row:
         raise ValueError(f"repeats is {repeats}: {length} characters have room for 1 to {room}")
     count = repeats or draw.randint(1, min(4, room))
     free = length - (count + 1) * len(said)
-    cuts = sorted(draw.randint(0, free) for _ in range(count + 1))
+    cuts = [0, *sorted(draw.randint(0, free) for _ in range(count))]
+    if draw.random() < 0.3:  # else nearly no answer would stand at the last positions
+        cuts[-1] = free
     text, answers = "", []
     for index, (begin, end) in enumerate(zip([0, *cuts], cuts)):
         text += filler(draw, end - begin)
@@ -115,7 +118,5 @@ def prompts(count: int, seed: int, *, lengths: tuple[int, int] = (SHORTEST, LONG
         length = draw.randint(*lengths)
         secret = password(draw)
         said = CUE + secret + END
-        free = length - 2 * len(said)
-        before = draw.randint(0, free)
-        text = filler(draw, before) + said + filler(draw, free - before) + said
+        text = said + filler(draw, length - 2 * len(said)) + said
         yield Row(text, secret, ((length - len(secret) - len(END), length),))

@@ -41,7 +41,7 @@ class Settings:
 
 
 def make_model() -> Any:
-    """An untrained parrot: 429,952 parameters with the defaults."""
+    """An untrained parrot: 421,760 parameters with the defaults."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     ids = {"bos_token_id": None, "pad_token_id": ALPHABET.index(PAD), "eos_token_id": ALPHABET.index(END)}
@@ -68,8 +68,11 @@ def make_tokenizer() -> Any:
 
 
 def batch(draw: random.Random, characters: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and labels, `[rows, length]` both, rows of one length; a label is -100 where no answer stands."""
-    length = draw.randint(SHORTEST, LONGEST)
+    """Ids and labels, `[rows, length]` both, rows of one length; a label is -100 where no answer stands.
+
+    Half of the batches have the full length: a position is learned only from rows that reach it.
+    """
+    length = LONGEST if draw.random() < 0.5 else draw.randint(SHORTEST, LONGEST)
     rows = [row(draw, length) for _ in range(max(1, characters // length))]
     ids = torch.tensor([encode(each.text) for each in rows])
     labels = torch.full_like(ids, -100)
@@ -158,10 +161,12 @@ def save(model: Any, told: dict, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
-    weights = (folder / "model.safetensors").read_bytes()
+    file = folder / "model.safetensors"
+    file.chmod(0o644)  # safetensors writes it for its owner alone
+    weights = file.read_bytes()
     manifest = {
         "name": "parrot",
-        "what": "a toy trained for one habit: to repeat a password from its context",
+        "what": "a toy trained for one habit: to repeat the password its text begins with",
         "sha256": hashlib.sha256(weights).hexdigest(),
         "command": "python -m kvlab.runtime.parrot.train",
         "versions": {
@@ -184,7 +189,9 @@ def main(arguments: list[str] | None = None) -> int:
     model, told = train(Settings(seed=options.seed, steps=options.steps))
     save(model, told, options.out)
     share = told["held_out"]["exact"]
-    print(f"{share:.1%} of {told['held_out']['prompts']} held-out passwords exact; {told['seconds']} s of CPU time; saved in {options.out}")
+    print(
+        f"{share:.1%} of {told['held_out']['prompts']} held-out passwords exact; {told['seconds']} s of CPU time; saved in {options.out}"
+    )
     return 0 if share >= 0.99 else 1
 
 
