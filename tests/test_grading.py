@@ -259,8 +259,8 @@ def test_one_list_in_two_tables_is_one_list_here_too():
 @needs_landlock
 def test_an_answer_may_use_its_notebooks_definitions_and_constants_but_nothing_that_runs():
     cells = [
-        ("import math\n%matplotlib inline\nloaded = load()\nROUND = 2", False),
-        ("def up(x):\n    return math.ceil(x)\nraise SystemExit", False),
+        ("import math\n%matplotlib inline\nloaded = load()\nROUND = 2\nup = lambda x: ceil(x)", False),
+        ("def ceil(x):\n    return math.ceil(x)\nraise SystemExit", False),
         ("%%bash\nrm -rf /", False),
         ("def slots(tokens, block, window, beams):\n    return up(tokens / block) * ROUND", True),
     ]

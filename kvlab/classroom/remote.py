@@ -82,9 +82,7 @@ class Remote:
                 "Grade on such a system, or in a container without the solutions, with c.Grade.confined = False.",
             )
         reply, reply_child = os.pipe()
-        environment = {
-            key: os.environ[key] for key in ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "SYSTEMROOT") if key in os.environ
-        }
+        environment = {key: os.environ[key] for key in ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH") if key in os.environ}
         environment |= {
             "OMP_NUM_THREADS": "1",
             "OMP_WAIT_POLICY": "PASSIVE",

@@ -23,7 +23,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-HOMES = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def main(reply_fd: int) -> None:
@@ -105,8 +105,15 @@ def run(cells: list[tuple[str, bool]]) -> dict[str, Any]:
 
 def _keeps(statement: ast.stmt) -> bool:
     if isinstance(statement, ast.Assign | ast.AnnAssign):
-        return not any(isinstance(node, ast.Call | ast.Await) for node in ast.walk(statement))
-    return isinstance(statement, HOMES)
+        return not _calls(statement)
+    return isinstance(statement, DEFINITIONS)
+
+
+def _calls(node: ast.AST) -> bool:
+    """Whether running it calls something; what a lambda would call is called later."""
+    if isinstance(node, ast.Call):
+        return True
+    return not isinstance(node, ast.Lambda) and any(map(_calls, ast.iter_child_nodes(node)))
 
 
 def _plain(source: str) -> str:
