@@ -215,10 +215,10 @@ def heads(run: Run) -> go.Figure:
         x=[head for _, head in taken],
         y=[layer for layer, _ in taken],
         mode="markers",
-        name="hide it from these, and it is gone",
+        name="a reader",
         marker={"symbol": "square-open", "size": 17, "color": SICK, "line": {"width": 2.5}},
         hovertemplate="layer %{y}, head %{x}<extra>a reader</extra>",
-        showlegend=True,
+        showlegend=False,  # on a phone it would lie on the colour bar
     )
     buttons = [
         {"label": label, "method": "update", "args": [{"visible": [index == 0, index == 1, True]}]}
@@ -483,7 +483,7 @@ def facts(run: Run) -> dict[str, str]:
         "slip_min": number(min(min(values) for values in data["slips"].values())),
         "whole_max": number(max(data["whole"].values())),
         "past_same": number(max(max(causal[0][kind]) for kind in ("keys", "values"))),
-        "past_shape": number(max(max(causal[1][kind]) for kind in ("keys", "values"))),
+        "past_shape": _other_shape(max(max(causal[1][kind]) for kind in ("keys", "values"))),
         "appended": number(data["appended"]),
         "loose_first": number(max(loose["keys"][0], loose["values"][0])),
         "loose_max": f"{max(max(loose['keys']), max(loose['values'])):.0%}",
@@ -546,7 +546,7 @@ def facts(run: Run) -> dict[str, str]:
         "rows_step": f"{decode[-1]['seconds'] / decode[0]['seconds']:.1f}",
         "rows_share": f"{decode[-1]['seconds'] / decode[-1]['size'] / decode[0]['seconds']:.0%}",
         "behind": str(run.manifest.settings["behind"]),
-        "tries": str(run.manifest.settings["tries"]),
+        "tries": str(max(row["rounds"] for row in data["cost"]["steps"])),
         "products_share": f"{data['cost']['products'][0]['seconds'] / decode[0]['seconds']:.0%}",
         "second_row": _second_row(decode[1]["seconds"] / decode[0]["seconds"], decode[1]["size"]),
         "counted": str(len(data["cost"]["counted"])),
@@ -556,6 +556,10 @@ def facts(run: Run) -> dict[str, str]:
 
 def _middle(values: Sequence[float]) -> float:
     return sorted(values)[len(values) // 2]
+
+
+def _other_shape(change: float) -> str:
+    return "they came out the same" if change == 0 else f"they differ by up to {number(change)} of the largest number"
 
 
 def _equal(history: float | None, longest: int) -> str:
