@@ -327,6 +327,18 @@ def test_what_a_hub_needs_is_pinned_beside_what_the_course_needs():
     assert not pins("requirements-classroom.txt").keys() & pins("requirements.txt").keys()
 
 
+def test_the_oldest_versions_are_those_of_the_package():
+    import versions
+
+    from kvlab.doctor import requirements
+
+    assert [pin.replace("==", ">=") for pin in versions.lower_bounds()] == [
+        f"{n}{requirements()[n][0]}" for n in versions.HEAVY
+    ]
+    with pytest.raises(SystemExit, match="no such thing"):
+        versions.run("sh", "-c", "echo no such thing; exit 3")
+
+
 def test_release_says_what_is_wrong(tmp_path, capsys):
     assert release.main(["99-nothing", "--course", str(tmp_path)]) == 1
     assert "there are 0" in capsys.readouterr().err
