@@ -49,7 +49,7 @@ def kl_by_pads(run: Run) -> go.Figure:
                 z=z,
                 x=[str(p) for p in pads],
                 y=names,
-                zmin=-11,
+                zmin=-7,
                 zmax=1,
                 colorscale=HEALTHY_TO_SICK,
                 xgap=2,
@@ -60,8 +60,8 @@ def kl_by_pads(run: Run) -> go.Figure:
                 visible=index == 0,
                 colorbar={
                     "title": {"text": "KL, nats"},
-                    "tickvals": [-9, -6, -3, 0],
-                    "ticktext": ["1e−9", "1e−6", "0.001", "1"],
+                    "tickvals": [-6, -4, -2, 0],
+                    "ticktext": ["1e−6", "1e−4", "0.01", "1"],
                 },
             )
         )
@@ -278,7 +278,7 @@ def moved(run: Run) -> go.Figure:
             hovertemplate=f"{name}, first token at %{{x}}: |Δlogit| %{{y:.2g}}<extra></extra>",
         )
     fig.update_xaxes(type="log", title="position of the prompt's first token", tickvals=found["offsets"][1:])
-    fig.update_yaxes(type="log", title="largest |Δlogit| against the prompt at 0, fp32", exponentformat="power", dtick=1)
+    fig.update_yaxes(type="log", title="|Δlogit| against the prompt at 0", exponentformat="power", dtick=1)
     return apply(
         fig,
         height=440,
@@ -293,7 +293,7 @@ def turned(run: Run) -> go.Figure:
     for (name, errors), colour in zip(run.data["positions"]["turns"].items(), (HEALTHY, SICK, OWNERS["B"])):
         fig.add_scatter(
             x=list(range(1, len(errors) + 1)),
-            y=errors,
+            y=[error or None for error in errors],
             name=f"key kept in {SHORT[name]}",
             mode="lines",
             line={"color": colour, "width": 2.5},
@@ -335,7 +335,7 @@ def beyond(run: Run) -> go.Figure:
     return apply(
         fig,
         height=400,
-        alt="Loss along one text by position: it wavers with the text up to the length the model was made for; what happens behind it is described beside the figure.",
+        alt="Loss along one text by position. It wavers with the text, before and behind the length the model was made for, and the same tokens read from position 0 have much the same loss.",
     )
 
 
@@ -352,7 +352,7 @@ def learning(run: Run) -> go.Figure:
         )
     )
     fig.update_xaxes(title="step")
-    fig.update_yaxes(title="loss on the answers, nats a character", type="log", exponentformat="power", dtick=1)
+    fig.update_yaxes(title="loss, nats a character", type="log", exponentformat="power", dtick=1)
     return apply(
         fig,
         height=320,
@@ -427,6 +427,9 @@ def facts(run: Run) -> dict[str, str]:
     found["exact_alone"] = f"{exact['left, masked'][0]:.0%}"
     found["exact_padded"] = f"{exact['left, masked'][-1]:.0%}"
     found["exact_columns"] = f"{exact['both count pads'][1]:.0%}"
+    found["exact_short"] = f"{exact['mask one short'][-1]:.0%}"
+    steps = [row for rows in data["grid"]["rope"]["float32"]["steps one too far"]["rows"] for row in rows]
+    found["same_texts"] = f"{sum(row[0] is None for row in steps)} of {len(steps)}"
     if "bfloat16" in data["grid"]["rope"]:
         for kind in KINDS:
             counted = sixteen_bits(run, kind)
