@@ -321,7 +321,7 @@ def written(
 
 # --- by token and layer --------------------------------------------------------------------------------------------------
 
-LAYER_ARMS = ("mask omitted", "prefill counts pads", "steps count pads", "both count pads", "steps from 0", "both from 1")
+LAYER_ARMS = ("both count pads", "prefill counts pads", "steps count pads", "steps from 0", "both from 1", "mask omitted")
 LAYER_PADS = 16
 
 

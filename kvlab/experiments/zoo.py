@@ -18,16 +18,17 @@ from kvlab import record
 from kvlab.compare import audit, compare, family_by_onset, judge, noise_bound
 from kvlab.core import ledger as memory
 from kvlab.core.spec import ModelSpec
+from kvlab.experiments import attention, clients, leak, prefix
 from kvlab.experiments import blocks as office
-from kvlab.experiments import clients, leak, prefix
 from kvlab.experiments import ledger as measured
 from kvlab.experiments.prompts import encode
 from kvlab.faults import ZOO, fault
-from kvlab.runtime import Loaded, load
+from kvlab.runtime import Loaded, load, parrot
 from kvlab.runtime.decode import Trace, attention_kernel, greedy, static_cache
 
 SEED = 4
 NEW_TOKENS = 6
+PASSWORD = 9  # tokens of the parrot: a character each
 
 # What a reader may have seen: the page is filtered by these. The last two come from what was recorded.
 SIGNS = {
@@ -62,7 +63,7 @@ AFAR = 4000  # tokens
 
 
 class Stage:
-    """The bundled model, two tiny ones with random weights for what it does not have, and ε of each, measured once."""
+    """The bundled model; for what it does not have the parrot and a tiny model with random weights; ε of each, measured once."""
 
     def __init__(self, loaded: Loaded) -> None:
         self.loaded = loaded
@@ -85,12 +86,13 @@ class Stage:
 
     @cached_property
     def learned(self) -> Loaded:
-        """A GPT-2 of two layers: its positions are learned, not rotated."""
-        from transformers import GPT2Config, GPT2LMHeadModel
+        """The parrot: its positions are learned, not rotated."""
+        return load(parrot.NAME, device=self.loaded.device, dtype="float32")
 
-        ends = {"bos_token_id": 1, "eos_token_id": 2}
-        config = GPT2Config(n_layer=2, n_head=4, n_embd=64, n_positions=256, vocab_size=512, initializer_range=0.2, **ends)
-        return self._tiny(GPT2LMHeadModel, config, "tiny GPT-2")
+    def asked(self, count: int, seed: int = SEED) -> list[list[int]]:
+        """Prompts for the parrot, each with a password to repeat."""
+        rows = parrot.prompts(count, seed, lengths=(45, 90))
+        return [encode(self.learned.tokenizer, row.prompt) for row in rows]
 
     def _tiny(self, kind, config, name: str) -> Loaded:
         with torch.random.fork_rng(devices=[]):
@@ -115,6 +117,8 @@ class Stage:
         if key not in self._epsilon:
             if loaded is self.loaded:
                 rows = [self.ids(text) for text in (COUNT, LONG_TALK + ASK, ADA + ASK)]
+            elif loaded.name == parrot.NAME:
+                rows = self.asked(3)
             else:
                 rows = [self.tiny_ids(length) for length in (12, 24, 40)]
             runs = [greedy(loaded, [row], NEW_TOKENS)[0] for row in rows]
@@ -236,6 +240,21 @@ def _one_too_far(stage: Stage) -> Played:
     return Played(greedy(stage.loaded, [stage.ids(HOME)], NEW_TOKENS)[0])
 
 
+@scene("prefill-from-one", "A prompt is prefilled with positions counted from the mask, then decoded with a cache.")
+def _from_one(stage: Stage) -> Played:
+    return Played(greedy(stage.loaded, [stage.ids(HOME)], NEW_TOKENS)[0])
+
+
+@scene("steps-count-pads", "A short prompt in a batch with a longer one: cached steps.", "company")
+def _pads_counted(stage: Stage) -> Played:
+    return _beside(stage)
+
+
+@scene("step-position-in-bf16", "A context of some five hundred tokens is prefilled, then decoded with a cache.", "far")
+def _counted_low(stage: Stage) -> Played:
+    return Played(greedy(stage.loaded, [stage.ids(6 * LONG_TALK + " The capital of Japan is")], NEW_TOKENS)[0])
+
+
 @scene("mask-one-short", "A prompt is prefilled, then decoded with a cache, the mask made by hand.")
 def _one_short(stage: Stage) -> Played:
     return Played(greedy(stage.loaded, [stage.ids(GIFT)], NEW_TOKENS)[0])
@@ -346,8 +365,8 @@ def _right(stage: Stage) -> Played:
     model="learned",
 )
 def _no_positions(stage: Stage) -> Played:
-    rows = [stage.tiny_ids(9), stage.tiny_ids(30)]
-    trace = clients.padded(stage.learned, rows, NEW_TOKENS, side="left")[0]
+    short, long = sorted(stage.asked(2, seed=5), key=len)
+    trace = clients.padded(stage.learned, [short, long], PASSWORD, side="left")[0]
     rows = [stage.ids(COUNT), stage.ids(CAPITALS)]
     rope = clients.padded(stage.loaded, rows, 2, side="left")[0]
     delta = compare(stage.alone(rope), rope).delta
@@ -449,6 +468,24 @@ def _ledger(stage: Stage) -> Played:
     return Played(words=words, symptom=f"{planned} bytes planned, {held} held")
 
 
+@scene(
+    "queries-cached", "A text is read with attention by hand; the bytes its cache holds are counted.", "memory", reference=None
+)
+def _queries(stage: Stage) -> Played:
+    told = attention.held(stage.loaded, stage.ids(LONG_TALK))
+    words = [f"count of bytes: {told['planned']} planned, {told['held']} held"] if told["planned"] != told["held"] else []
+    return Played(words=words, symptom=f"{told['planned']} bytes planned, {told['held']} held")
+
+
+@scene(
+    "output-cached",
+    "User A tells a password; user B asks for one; the cache is reset between them; attention by hand.",
+    "again",
+)
+def _outputs(stage: Stage) -> Played:
+    return Played(attention.told(stage.loaded, new_tokens=NEW_TOKENS)[1])
+
+
 # --- playing -------------------------------------------------------------------------------------------------------------
 
 
@@ -465,7 +502,7 @@ def look(stage: Stage, one: Scene, played: Played) -> dict:
     accused = verdict.kind == "state fault"
     log = audit(trace.steps)
     named = () if not accused else (log,) if log else family_by_onset(verdict.step)
-    real = loaded is stage.loaded
+    real = loaded is not stage.windowed  # whose weights are random
     found |= {
         "said": loaded.tokenizer.decode(trace.tokens) if real else " ".join(map(str, trace.tokens)),
         "meant": loaded.tokenizer.decode(reference.tokens) if real else " ".join(map(str, reference.tokens)),
@@ -541,5 +578,6 @@ def run(
     began = time.perf_counter()
     loaded = load(name, device=device, dtype="float32")
     manifest = record.manifest("zoo", loaded, dtypes=["float32"], seed=SEED, settings={"new_tokens": NEW_TOKENS})
+    manifest = replace(manifest, model=manifest.model | {parrot.NAME: parrot.verify()})
     outcomes = play_all(loaded, progress=progress)
     return record.Run(replace(manifest, seconds=round(time.perf_counter() - began, 1)), {"faults": outcomes})

@@ -30,7 +30,7 @@ add(
         name="prefill-from-one",
         breaks=f"{LOOP}:positions",
         broken=_from_one,
-        symptom="The first token is right. From the second on the text is nearly right: words are left out or come twice.",
+        symptom="The first token is right, and the text after it nearly so: small slips, often none. Only logits show it every time.",
         mechanism="The prefill's positions are a sum over the mask without the −1: the first new token stands where the prompt's last one does.",
         family="position",
         detector="Logits: from the first cached step on with RoPE, from the first token on with learned positions; the log, from the first token on.",

@@ -418,7 +418,7 @@ def facts(run: Run) -> dict[str, str]:
             f"eps_{kind}": number(epsilon(run, kind)),
             f"noise_{kind}": number(max(largest(run, kind, name) for name in healthy)),
             f"sick_{kind}": str(len(sick)),
-            f"harmless_{kind}": ", ".join(f"*{name}*" for name in harmless) or "none",
+            f"harmless_{kind}": ", ".join(f"“{name}”" for name in harmless) or "none",
             f"harmless_most_{kind}": number(max((largest(run, kind, name) for name in harmless), default=0.0)),
             f"sick_most_{kind}": number(max((largest(run, kind, name) for name in sick), default=0.0)),
             f"sick_least_{kind}": number(min((_least(run, kind, name) for name in sick), default=0.0)),
