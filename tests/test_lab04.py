@@ -221,18 +221,21 @@ def test_the_parrots_answers_go_with_its_logits(benches, alone):
     assert right["exact"] == [1.0, 1.0] and wrong["exact"][0] == 1.0 and wrong["exact"][1] < 1.0
 
 
+@pytest.mark.model
 def test_a_shorter_run_is_no_difference(benches, alone):
     """A run without a cache makes fewer tokens; that it ends earlier is no flip."""
     rows = padding.measure(benches["learned"], alone["learned"], padding.ARMS["left, anew"], [0])["rows"][0]
     assert all(row[0] is None and row[1] is None for row in rows)
 
 
+@pytest.mark.model
 def test_paddings_end_where_the_table_ends(benches):
     bench = benches["learned"]
     assert max(bench.pads(padding.PADS)) == 64 and bench.length + 64 + bench.new_tokens <= bench.loaded.spec.max_context
     assert {len(row) for row in bench.rows} == {bench.length} and len(bench.beside(9)) == bench.length + 9
 
 
+@pytest.mark.model
 def test_a_quick_run_has_everything_but_size(loaded, tmp_path, monkeypatch):
     """The whole experiment, small, the model lent; its figures and verdicts can be drawn from it."""
     monkeypatch.setattr(padding, "load", lambda name, **options: loaded if name != "parrot" else load("parrot", device="cpu"))
