@@ -131,7 +131,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--model", metavar="NAME", help="bundled name, Hugging Face id or folder (default: KVLAB_MODEL)")
     made.add_argument("--device", help="cuda, mps or cpu (default: KVLAB_DEVICE, else the best there is)")
 
-    command(commands, "doctor", _doctor, "say what this machine has and lacks, and whether the labs will run")
+    made = command(commands, "doctor", _doctor, "say what this machine has and lacks, and whether the labs will run")
+    made.add_argument("--line", action="store_true", help="only the verdict, in one line")
     return top
 
 
@@ -543,8 +544,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from kvlab import doctor
 
     findings = doctor.examine()
-    print(doctor.table(findings))
-    print(f"\n{doctor.verdict(findings)}")
+    print(doctor.report(findings, line=arguments.line))
     return 0 if doctor.labs_will_run(findings) else 1
 
 

@@ -270,10 +270,11 @@ def line(findings: list[doctor.Finding], what: str) -> doctor.Finding:
 def test_doctor_on_a_machine_that_lacks_the_model(kvlab, home):
     code, out, _ = kvlab("doctor")
     assert code == 1
-    assert out.splitlines()[-1] == "The labs will not run: model: Tiny is not fetched. kvlab model fetch"
+    assert out.splitlines()[0] == "The labs will not run: model: Tiny is not fetched. kvlab model fetch"
     convert(home)
     code, out, _ = kvlab("doctor")
-    assert code == 0 and out.splitlines()[-1] == "The labs will run."
+    assert code == 0 and out.splitlines()[0] == "The labs will run."
+    assert kvlab("doctor", "--line")[1] == "The labs will run.\n"
 
 
 def test_doctor_counts_what_else_is_missing():

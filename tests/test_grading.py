@@ -186,7 +186,7 @@ ATTACKS = {
     ),
     "patches what writes the reply": (f"import json\njson.dumps = lambda *a, **k: '{{}}'\n{RIGHT}", "no value"),
     "writes a reply of its own": (
-        "import os\nfor fd in range(3, 20):\n    try: os.write(fd, b'\\0\\0\\0\\x0c{\"gave\": [1]}')\n    except OSError: pass\n"
+        "import os\nfor fd in range(3, 1024):\n    try: os.write(fd, b'\\0\\0\\0\\x0c{\"gave\": [1]}')\n    except OSError: pass\n"
         + RIGHT,
         "no value",
     ),

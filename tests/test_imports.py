@@ -22,6 +22,7 @@ LAYERS = [
     {"experiments"},
     {"claims"},
     {"show", "checks"},
+    {"classroom"},
     {"cli", "doctor"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

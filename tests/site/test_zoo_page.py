@@ -36,4 +36,4 @@ def test_arrow_keys_go_through_the_symptoms(page):
 
 def test_a_click_on_a_label_filters(page):
     page.get_by_label(SIGNS["memory"]).check(force=True)
-    assert shown(page) == {"leaked-reference", "query-heads-counted"}
+    assert shown(page) == {"leaked-reference", "queries-cached", "query-heads-counted"}
