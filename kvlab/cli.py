@@ -219,7 +219,9 @@ def _bundled(name: str | None):
     model = weights.find(name)
     if model is None:
         raise UsageError(
-            f"{name!r} is not bundled.",
+            "the parrot comes inside the package: there is nothing to fetch."
+            if name == "parrot"
+            else f"{name!r} is not bundled.",
             f"Bundled: {', '.join(weights.BUNDLED)}. A Hugging Face model is fetched when it is first loaded.",
         )
     return weights, model
