@@ -42,9 +42,10 @@ class Manifest:
 
     def sentence(self) -> str:
         """One line for a figure's caption."""
+        threads = self.device["threads"]
         models = ", ".join(f"{name} ({sha[:8]})" for name, sha in self.model.items())
         return (
-            f"{models}, {'/'.join(self.dtypes)}, {self.device['name']}, {self.device['threads']} threads, "
+            f"{models}, {'/'.join(self.dtypes)}, {self.device['name']}, {threads} thread{'s' * (threads != 1)}, "
             f"torch {self.versions['torch']}, transformers {self.versions['transformers']}, seed {self.seed}, {self.created}"
         )
 

@@ -74,7 +74,7 @@ def _b1(growth: dict) -> tuple[str, str]:
 def _b2(reads: dict) -> tuple[str, str]:
     right = reads["queries"] == 0 and min(reads["keys"], reads["values"]) > 1
     return "confirmed" if right else "refuted", (
-        f"All three were kept and one at a time replaced by noise. The next step's logits move by {reads['keys']:.2g} for keys, {reads['values']:.2g} for values, "
+        f"All three were kept and one at a time replaced by random numbers. The next step's logits move by {reads['keys']:.2g} for keys, {reads['values']:.2g} for values, "
         f"{reads['queries']:.2g} for queries. Keeping this model's queries too would make the cache "
         f"{1 + reads['bytes of queries'] / reads['bytes of keys and values']:.2g} times as large."
     )

@@ -131,7 +131,7 @@ def _a8(places: dict) -> tuple[str, str]:
     why = f"bf16, {places['flips']} flips in {places['tokens']} tokens: all at margins up to {places['flip_margin_max']:.2g}, where "
     why += f"{places['tokens_below']:.1%} of the tokens lie. So far the claim holds. By place: "
     left = (
-        "Beyond the margin no place adds anything."
+        "Beyond the margin no place flips more often."
         if not unexplained
         else f"{unexplained} of the places has more than its margins foresee."
     )

@@ -213,7 +213,12 @@ ARMS: dict[str, Arm] = {
         Arm("another row order", "healthy", "the same batch, its rows in another order", _other_order),
         Arm("eager attention", "healthy", "attention written out instead of the fused kernel", _eager),
         Arm("other thread count", "healthy", "one CPU thread instead of two, or two instead of one", _other_threads),
-        Arm("cache reused, reset", "healthy", "a cache that served another request, reset", _reused),
+        Arm(
+            "cache reused, reset",
+            "healthy",
+            "a cache that served another request, reset; prompts of one length run as a batch",
+            _reused,
+        ),
         Arm(
             "buffer reused, length reset",
             "healthy",

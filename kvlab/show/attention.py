@@ -410,7 +410,7 @@ def roofline(run: Run) -> go.Figure:
     return apply(
         fig,
         height=460,
-        alt=f"Roofline on logarithmic axes; the roof bends at {ridge:.0f} FLOPs a byte. A decode step of one row lies far left under the "
+        alt=f"Roofline on logarithmic axes; the roof bends at {ridge:.1f} FLOPs a byte. A decode step of one row lies far left under the "
         "memory slope, long prefills lie right under the flat roof; more rows move decode from left to right.",
     )
 
@@ -532,7 +532,7 @@ def facts(run: Run) -> dict[str, str]:
         "total_quadratic": f"{found['total_shares'][1]:.0%}",
         "total_cubic": f"{found['total_shares'][2]:.0%}",
         "tokens_uncached": f"{at * (at + 1) // 2:,}",
-        "ridge": f"{cost.ridge(data['cost']):.0f}",
+        "ridge": f"{cost.ridge(data['cost']):.1f}",
         "decode_intensity": f"{by['decode', 1]['intensity']:.2g}",
         "decode_reached": f"{by['decode', 1]['reached']:.1%}",
         "decode_of_roof": f"{by['decode', 1]['of_roof']:.0%}",

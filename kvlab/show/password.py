@@ -237,7 +237,7 @@ def confusion_table(run: Run) -> str:
     table = {(row["dtype"], row["arm"]): row for row in confusion.confusion(run)}
     heads = [SHORT[d] if d == "float32" else f"{SHORT[d]} → replayed" for d in dtypes]
     lines = [
-        f"| arm | runs | {' | '.join(heads)} | family right, by log | by onset |",
+        f"| arm | runs | {' | '.join(heads)} | family right, by log, all formats | by onset |",
         "|---|---:|" + "---:|" * len(dtypes) + "---:|---:|",
     ]
     for arm in ARMS:
@@ -338,6 +338,7 @@ def facts(run: Run) -> dict[str, str]:
         "new_tokens": str(settings["new_tokens"]),
         "long_text": str(settings["long_text"]),
         "half": str(settings["prompts"] // 2),
+        "control_prompts": str(len(next(iter(run.data["without_cache"].values())))),
         "arms_healthy": str(len(healthy)),
         "arms_sick": str(len(sick)),
         "noise_max": number(max(deltas(healthy))),
