@@ -106,7 +106,7 @@ def _c5(points: list[dict], ridge: float, products: list[dict]) -> tuple[str, st
     share = products[0]["seconds"] / one["seconds"]
     return kind, (
         f"On this machine the ceilings meet at {ridge:.1f} FLOPs a byte. A prefill of {long['size']:,} tokens does {long['intensity']:.0f} and reaches {long['reached']:.0%} of the matmul ceiling; one of "
-        f"{short['size']} does {short['intensity']:.1f}. A decode step does {one['intensity']:.1f}; {share:.0%} of its time go into reading the weights, at {one['of_roof']:.0%} of what a copy reaches: these matrices are small. "
+        f"{short['size']} does {short['intensity']:.1f}. A decode step does {one['intensity']:.1f}; {share:.0%} of its time goes into reading the weights, at {one['of_roof']:.0%} of what a copy reaches: these matrices are small. "
         f"{many['size']} rows do {many['intensity']:.0f}, on prefill's side. A larger batch makes a step slower ({many['seconds'] / one['seconds']:.1f} times with {many['size']} rows), "
         f"and a row's share of it smaller (to {many['seconds'] / many['size'] / one['seconds']:.0%}). Throughput under load is lab 7's."
     )
