@@ -303,7 +303,8 @@ class BlockManager:
 
     def _hold(self, i: int, owner: Hashable) -> None:
         block = self._blocks[i]
-        self._evictable.pop(i, None)
+        if block.ref_count <= 0:  # only then can it be there, and a look into a large table is not free
+            self._evictable.pop(i, None)
         block.ref_count += 1
         block.owners[owner] = block.owners.get(owner, 0) + 1
         block.last_access = self._clock
