@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvlab import record
-from kvlab.checks import Unfinished, Wrong
+from kvlab.checks import Wrong
 from kvlab.checks import ledger as checks
 from kvlab.claims import claims, lab02
 from kvlab.core import ledger
@@ -173,22 +173,6 @@ def below_zero(memory_gib, watermark, weights, activations, request):
 def test_wrong_answers_are_named(exercise, answer, names):
     with pytest.raises(Wrong, match=names):
         exercise.check(answer)
-
-
-@pytest.mark.parametrize("exercise", checks.EXERCISES, ids=lambda exercise: exercise.name)
-def test_every_planted_mistake_is_refused_by_its_own_name_and_the_right_answer_is_not(exercise):
-    assert len(exercise.mistakes) >= 3
-    exercise.check(exercise.right)
-    for mistake in exercise.mistakes:
-        with pytest.raises(Wrong) as caught:
-            exercise.check(mistake.code)
-        assert mistake.says in str(caught.value)
-
-    def unfinished(*arguments):
-        raise NotImplementedError
-
-    with pytest.raises(Unfinished, match=exercise.name):
-        exercise.check(unfinished)
 
 
 # --- the experiment -------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 
 from kvlab import record
-from kvlab.checks import Unfinished, Wrong
+from kvlab.checks import Wrong
 from kvlab.checks import blocks as checks
 from kvlab.compare import compare
 from kvlab.core.blocks import BlockCopy, BlockManager, InvariantError, OutOfBlocks, UnknownSequence
@@ -96,23 +96,7 @@ def test_right_answers_pass_however_they_are_written(exercise, capsys):
 
 
 @pytest.mark.parametrize("exercise", checks.EXERCISES, ids=lambda e: e.name)
-def test_every_mistake_is_refused_and_named(exercise):
-    assert len(exercise.mistakes) >= 3
-    for mistake in exercise.mistakes:
-        with pytest.raises(Wrong) as said:
-            exercise.check(mistake.code)
-        assert mistake.says in str(said.value)
-
-
-@pytest.mark.parametrize("exercise", checks.EXERCISES, ids=lambda e: e.name)
-def test_what_is_not_finished_or_no_function_is_said(exercise):
-    def unfinished(*arguments):
-        raise NotImplementedError
-
-    with pytest.raises(Unfinished, match=f"Exercise {exercise.number}"):
-        exercise.check(unfinished)
-    with pytest.raises(Wrong, match="should be a function"):
-        exercise.check(7)
+def test_what_was_raised_is_said(exercise):
     with pytest.raises(Wrong, match="raised ZeroDivisionError"):
         exercise.check(lambda pool, *arguments: 1 / 0)
 
