@@ -3,6 +3,8 @@
 import importlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
+from tempfile import gettempdir
 
 import make_labs
 import pytest
@@ -199,7 +201,7 @@ ATTACKS = {
     "starts processes without end": (f"import os\n{HEAD}    while True: os.fork()\n", "allocate"),
     "kills its parent": (f"import os\n{HEAD}    os.kill(os.getppid(), 9)\n", "allocate"),
     "takes all memory": (f"{HEAD}    return [0] * 10**11\n", "MemoryError"),
-    "writes a file": (f"open('/tmp/kvlab-grading-was-here', 'w')\n{RIGHT}", "cannot be run"),
+    "writes a file": (f"open({str(Path(gettempdir()) / 'kvlab-grading-was-here')!r}, 'w')\n{RIGHT}", "cannot be run"),
     "talks to the network": ("import socket\nsocket.create_connection(('127.0.0.1', 22), 1)\n" + RIGHT, "cannot be run"),
     "gives something without end": (f"{HEAD}    x = []\n    for _ in range(10**6): x = [x]\n    return x\n", "allocate"),
     "raises one of our own": (

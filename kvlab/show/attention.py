@@ -11,7 +11,7 @@ from kvlab.core.ledger import human
 from kvlab.experiments import attention_cost as cost
 from kvlab.record import Run
 from kvlab.show.password import number
-from kvlab.show.theme import HEALTHY, MUTED, OWNERS, SEQUENTIAL, SHARED, SICK, apply
+from kvlab.show.theme import HEALTHY, MUTED, OWNERS, SEQUENTIAL, SHARED, SICK, apply, switch
 
 FLOOR = 1e-8  # what is equal to the last bit has |Δ| 0, which a logarithmic axis cannot show
 BOUND = 1e-5
@@ -224,21 +224,7 @@ def heads(run: Run) -> go.Figure:
         {"label": label, "method": "update", "args": [{"visible": [index == 0, index == 1, True]}]}
         for index, (label, *_) in enumerate(ways)
     ]
-    fig.update_layout(
-        updatemenus=[
-            {
-                "type": "buttons",
-                "name": "Colour",
-                "direction": "right",
-                "buttons": buttons,
-                "x": 0,
-                "xanchor": "left",
-                "y": 1.02,
-                "yanchor": "bottom",
-                "active": 0,
-            }
-        ]
-    )
+    switch(fig, buttons, name="Colour")
     fig.update_xaxes(title="head", dtick=1)
     fig.update_yaxes(title="layer", range=[len(found["need"]) - 0.5, -0.5])
     return apply(

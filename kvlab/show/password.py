@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 from kvlab.experiments import confusion
 from kvlab.experiments.password import ARMS
 from kvlab.record import Run
-from kvlab.show.theme import HEALTHY, HEALTHY_TO_SICK, MUTED, SICK, apply
+from kvlab.show.theme import HEALTHY, HEALTHY_TO_SICK, MUTED, SICK, apply, switch
 
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 TICKS = ["0", "1e−4", "0.01", "1"]
@@ -56,7 +56,7 @@ def heat_map(run: Run) -> go.Figure:
         shown = [other == dtype for other in run.data["arms"]]
         buttons.append({"label": SHORT[dtype], "method": "update", "args": [{"visible": shown}]})
     fig = go.Figure(traces)
-    _switch(fig, buttons)
+    switch(fig, buttons)
     return apply(
         fig,
         height=560,
@@ -291,23 +291,6 @@ def leak_switch(run: Run) -> str:
 <p class="leak-turn leak-model leak-reset"><span class="leak-who">The model, cache reset</span> {answer("reset")}</p>
 <p class="leak-turn leak-model leak-kept"><span class="leak-who">The model, cache kept</span> {answer("kept")}</p>
 </div></div>"""
-
-
-def _switch(fig: go.Figure, buttons: list[dict]) -> None:
-    fig.update_layout(
-        updatemenus=[
-            {
-                "type": "buttons",
-                "direction": "right",
-                "buttons": buttons,
-                "x": 0,
-                "xanchor": "left",
-                "y": 1.02,
-                "yanchor": "bottom",
-                "active": 0,
-            }
-        ]
-    )
 
 
 def number(value: float | None) -> str:

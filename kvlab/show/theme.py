@@ -109,3 +109,13 @@ def apply(fig: go.Figure, *, alt: str, height: int = 450) -> go.Figure:
     if height < 100:
         raise ValueError(f"height is {height}: give CSS pixels, at least 100")
     return fig.update_layout(template=template(), meta={"alt": alt.strip()}, height=height)
+
+
+def switch(fig: go.Figure, buttons: list[dict], *, dropdown: bool = False, name: str | None = None, y: float = 1.02) -> None:
+    """Put plotly `buttons` above the plot's left edge, the first of them on; as a drop-down list where there are many.
+
+    The site draws them as page controls; `name` is what a screen reader calls them.
+    """
+    menu = {"type": "dropdown", "direction": "down"} if dropdown else {"type": "buttons", "direction": "right"}
+    place = {"x": 0, "xanchor": "left", "y": y, "yanchor": "bottom"}
+    fig.update_layout(updatemenus=[menu | ({"name": name} if name else {}) | place | {"buttons": buttons, "active": 0}])
