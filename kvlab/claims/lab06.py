@@ -6,6 +6,7 @@ import statistics
 
 from kvlab import record
 from kvlab.claims import Verdict
+from kvlab.core import ledger
 from kvlab.core.spec import ModelSpec
 from kvlab.experiments import prefix_results as results
 
@@ -191,8 +192,7 @@ def verdicts() -> list[Verdict]:
 
 
 def _gib(tokens: int) -> str:
-    s = LLAMA_7B
-    return f"{tokens * 2 * s.layers * s.kv_heads * s.head_dim * 2 / 2**30:,.1f}"
+    return f"{tokens * ledger.token_bytes(LLAMA_7B) / ledger.GIB:,.1f}"
 
 
 def _span(found: dict) -> str:

@@ -16,6 +16,7 @@ import torch
 
 from kvlab import record
 from kvlab.compare import compare, judge, noise_bound
+from kvlab.core import ledger
 from kvlab.core.blocks import BlockManager, InvariantError, OutOfBlocks
 from kvlab.core.scan import owner_scan
 from kvlab.core.trace import Trace as Log
@@ -319,7 +320,7 @@ def _equal(loaded: Loaded, count: int, bar) -> dict:
     out["epsilon"] = record.short(noise_bound(own + found[0::2]))
     pool = PagedPool(loaded.spec, 8, BLOCK_SIZE, device=loaded.model.device)
     spec = loaded.spec
-    predicted = 2 * spec.layers * spec.kv_heads * spec.head_dim * pool.keys.element_size() * BLOCK_SIZE
+    predicted = ledger.token_bytes(spec) * BLOCK_SIZE
     out["block_bytes"] = {"predicted": predicted, "measured": pool.block_nbytes}
     return out
 

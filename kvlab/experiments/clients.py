@@ -15,7 +15,7 @@ from transformers import Cache, DynamicCache
 
 from kvlab.experiments.prompts import encode
 from kvlab.runtime import Loaded
-from kvlab.runtime.decode import Step, Trace, static_cache
+from kvlab.runtime.decode import Step, Trace, by_generate, static_cache
 
 # --- what must be right: each of these can be broken by one fault of the zoo -------------------------------------------
 
@@ -257,18 +257,7 @@ def padded(loaded: Loaded, rows: Sequence[Sequence[int]], new: int, *, side: str
 def beams(loaded: Loaded, prompt: Sequence[int], new: int, count: int = 4) -> Trace:
     """Beam search by Transformers' `generate`. Returns the best text with the logits each of its tokens was weighed by."""
     ids = _row(loaded, prompt)
-    out = loaded.model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        num_beams=count,
-        max_new_tokens=new,
-        min_new_tokens=new,
-        do_sample=False,
-        output_logits=True,
-        output_scores=True,
-        return_dict_in_generate=True,
-        pad_token_id=loaded.tokenizer.pad_token_id,
-    )
+    out = by_generate(loaded, ids, new, torch.ones_like(ids), num_beams=count, output_scores=True)
     tokens = out.sequences[0, len(prompt) :].tolist()
     rows = out.beam_indices[0, : len(tokens)].tolist()
     logits = torch.stack([step[row] for step, row in zip(out.logits, rows)]).float().cpu()

@@ -25,7 +25,7 @@ from kvlab.experiments.checkpoint import Checkpoint
 from kvlab.experiments.prompts import encode
 from kvlab.faults import fault
 from kvlab.runtime import Loaded, load, parrot
-from kvlab.runtime.decode import Trace, greedy
+from kvlab.runtime.decode import Trace, by_generate, greedy, pad_left
 from kvlab.runtime.weights import quiet
 
 SEED = 4
@@ -219,16 +219,7 @@ def _generate(loaded: Loaded, rows: list[list[int]], new: int, *, side: str, mas
     ids = torch.tensor([p + r if side == "left" else r + p for p, r in zip(lacking, rows)], device=loaded.model.device)
     own = [[0] * len(p) + [1] * len(r) if side == "left" else [1] * len(r) + [0] * len(p) for p, r in zip(lacking, rows)]
     with quiet():
-        out = loaded.model.generate(
-            ids,
-            attention_mask=torch.tensor(own, device=ids.device) if mask else None,
-            max_new_tokens=new,
-            min_new_tokens=new,
-            do_sample=False,
-            output_logits=True,
-            return_dict_in_generate=True,
-            pad_token_id=pad,
-        )
+        out = by_generate(loaded, ids, new, torch.tensor(own, device=ids.device) if mask else None)
     logits = torch.stack([step[0] for step in out.logits]).float().cpu()
     return Trace(list(rows[0]), logits.argmax(-1).tolist(), [], logits)
 
@@ -237,8 +228,6 @@ def _generate(loaded: Loaded, rows: list[list[int]], new: int, *, side: str, mas
 def _by_hand(loaded: Loaded, rows: list[list[int]], new: int, *, mask: bool, prefill: bool, steps: bool) -> Trace:
     """A loop as people write it: `prefill`, `steps`: whether position ids are passed there. Returns the first row."""
     from transformers import DynamicCache
-
-    from kvlab.runtime.decode import pad_left
 
     ids, is_token = (t.to(loaded.model.device) for t in pad_left(rows, loaded.tokenizer.pad_token_id))
     seen, cache, logits = is_token.long(), DynamicCache(config=loaded.model.config), []

@@ -25,7 +25,7 @@ from kvlab.experiments.checkpoint import Checkpoint
 from kvlab.experiments.prompts import Prompt, encode
 from kvlab.faults import fault
 from kvlab.runtime import Loaded, load
-from kvlab.runtime.decode import Trace, attention_kernel, greedy, static_cache, threads
+from kvlab.runtime.decode import Trace, attention_kernel, by_generate, greedy, static_cache, threads
 
 SEED = 7
 PROMPTS, QUICK_PROMPTS = 200, 2
@@ -150,22 +150,12 @@ def _buffer(loaded: Loaded, world: World, rows) -> list[Trace]:
     return _alone(loaded, world, rows, cache=cache)
 
 
-@torch.inference_mode()
 def _generate(loaded: Loaded, world: World, rows) -> list[Trace]:
     """Transformers' own `generate`, one call a prompt."""
     traces = []
     for row in rows:
         ids = torch.tensor([list(row)], device=loaded.model.device)
-        out = loaded.model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=world.new_tokens,
-            min_new_tokens=world.new_tokens,
-            do_sample=False,
-            output_logits=True,
-            return_dict_in_generate=True,
-            pad_token_id=loaded.tokenizer.pad_token_id,
-        )
+        out = by_generate(loaded, ids, world.new_tokens, torch.ones_like(ids))
         logits = torch.cat(out.logits).float().cpu()
         traces.append(Trace(list(row), logits.argmax(-1).tolist(), [], logits))
     return traces

@@ -16,6 +16,7 @@ import torch
 from kvlab import record
 from kvlab.compare import Verdict, judge, noise_bound
 from kvlab.core.blocks import BlockManager, InvariantError
+from kvlab.core.ledger import token_bytes
 from kvlab.core.prefixes import PrefixIndex
 from kvlab.experiments.checkpoint import Checkpoint
 from kvlab.experiments.password import difference_of, row_of
@@ -590,7 +591,7 @@ def run(
     run_arm(loaded, ARMS["1 isolated"], pairs[0], 2)  # warm: the first forward pays for what all use
     data = {
         "groups": {str(group): what for group, what in GROUPS.items()},
-        "shape": {"bytes_per_token": _bytes_per_token(loaded), "block": BLOCK},
+        "shape": {"bytes_per_token": token_bytes(loaded.spec), "block": BLOCK},
         "pairs": [
             kept.get(["pair", n], lambda pair=pair: _pair_data(loaded, pair, sizes, tick)) for n, pair in enumerate(pairs)
         ],
@@ -600,8 +601,3 @@ def run(
         data[part] = kept.get([part], compute)
     bar.close()
     return record.Run(replace(manifest, seconds=kept.took()), data)
-
-
-def _bytes_per_token(loaded: Loaded) -> int:
-    s = loaded.spec
-    return 2 * s.layers * s.kv_heads * s.head_dim * getattr(torch, s.dtype).itemsize

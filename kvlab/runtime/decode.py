@@ -221,6 +221,25 @@ def score(loaded: Loaded, ids: Sequence[int]) -> torch.Tensor:
     return out.logits[0].float().cpu()
 
 
+@torch.inference_mode()
+def by_generate(loaded: Loaded, ids: torch.Tensor, new_tokens: int, mask: torch.Tensor | None, **options):
+    """Transformers' own `generate` on `ids`, `[batch, seq]`: greedy, exactly `new_tokens` tokens, with the logits of each step.
+
+    `options` go to `generate` as they are. Returns what it returns.
+    """
+    return loaded.model.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=new_tokens,
+        min_new_tokens=new_tokens,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+        pad_token_id=loaded.tokenizer.pad_token_id,
+        **options,
+    )
+
+
 def static_cache(loaded: Loaded, slots: int) -> StaticCache:
     """A buffer of `slots` tokens a row, allocated once and meant to be used again."""
     return StaticCache(config=loaded.model.config, max_cache_len=slots)
