@@ -77,11 +77,11 @@ def test_sixteen_at_once_are_as_right_as_one():
         pool.manager.allocate(n, tokens)
     decode_all(model, pool, range(16))
     assert pool.manager.allocate("hit", rows[15]).num_cached_tokens == 12
-    for n in [*range(0, 16, 2), "hit"]:
+    for n in range(0, 16, 2):
         pool.manager.free(n)
     for n, tokens in enumerate(prompts(5, 9, 14, seed=6), start=16):
         pool.manager.allocate(n, tokens)
-    decode_all(model, pool, [*range(1, 16, 2), 16, 17, 18])
+    decode_all(model, pool, [*range(1, 16, 2), 16, "hit", 17, 18])
 
 
 def decode_all(model, pool, names):
