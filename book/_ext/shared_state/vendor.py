@@ -29,6 +29,8 @@ NPM = (
     ("pyodide/pyodide.asm.*", "pyodide"),
     ("pyodide/pyodide-lock.json", "pyodide"),
     ("pyodide/python_stdlib.zip", "pyodide"),
+    ("@wllama/wllama/esm/index.min.js", "wllama"),
+    ("@wllama/wllama/esm/wasm/wllama.wasm", "wllama"),
     ("@fontsource-variable/literata/files/literata-latin-wght-*.woff2", "fonts"),
     ("@fontsource-variable/ibm-plex-sans/files/ibm-plex-sans-latin-wght-normal.woff2", "fonts"),
     ("@fontsource/ibm-plex-mono/files/ibm-plex-mono-latin-[46]00-normal.woff2", "fonts"),
