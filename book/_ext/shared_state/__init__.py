@@ -5,6 +5,7 @@ Uses Sphinx and myst-nb only, so that it outlives Jupyter Book 1.x. Its parts:
 - `figures`: Plotly output becomes a named, lazily drawn figure;
 - `live`: cells that run in the page;
 - `math`: formulas are set at build time;
+- `model`: the weights beside the site, when asked;
 - `search`: the search page shows where a word stands, offline too;
 - `slim`: what the theme loads and no page needs is taken out;
 - `vendor`: the files of other people that the pages load are copied into the site;
@@ -20,7 +21,7 @@ from sphinx.application import Sphinx
 from sphinx.config import Config
 from sphinx.environment import BuildEnvironment
 
-from . import figures, live, math, rerun, search, slim, vendor
+from . import figures, live, math, model, rerun, search, slim, vendor
 
 
 def _digest(files: Iterable[Path]) -> str:
@@ -65,6 +66,7 @@ def setup(app: Sphinx) -> dict[str, object]:
     figures.setup(app)
     live.setup(app)
     math.setup(app)
+    model.setup(app)
     search.setup(app)
     slim.setup(app)
     vendor.setup(app)
