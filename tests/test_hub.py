@@ -8,16 +8,18 @@ import importlib.util
 import json
 import os
 import shutil
-import site
+import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 import uuid
 from pathlib import Path
 
 import make_labs
+import psutil
 import pytest
 from test_classroom import ALL, LAB, NONE, POINTS, WORKED, answers, right
 
@@ -25,19 +27,18 @@ from kvlab.classroom import sandbox
 from kvlab.runtime import weights
 
 ROOT = make_labs.ROOT
-PROXY = Path(
-    os.environ.get("KVLAB_HUB_PROXY", ROOT / "classroom/node_modules/configurable-http-proxy/bin/configurable-http-proxy")
-)
-TEACHER, STUDENTS = "kvt-teacher", ("kvt-ann", "kvt-ben", "kvt-cyd")
+PROXY = ROOT / "classroom/node_modules/configurable-http-proxy/bin/configurable-http-proxy"
+RUN = uuid.uuid4().hex[:6]  # a run that was killed leaves its users behind: they are in nobody's way
+TEACHER, *STUDENTS = (f"kvt-{name}-{RUN}" for name in ("teacher", "ann", "ben", "cyd"))
 
 
 def lacking() -> str | None:
     if sys.platform != "linux" or os.getuid() != 0:
         return "needs root: the hub starts its users' servers"
-    if not all(map(shutil.which, ("useradd", "userdel", "chpasswd", "runuser"))):
+    if not all(map(shutil.which, ("useradd", "userdel", "chpasswd"))):
         return "needs useradd and its like"
-    if importlib.util.find_spec("jupyterhub") is None or not PROXY.exists() or not shutil.which("node"):
-        return "needs JupyterHub, node and the proxy: make test-classroom"
+    if importlib.util.find_spec("jupyterhub") is None or not PROXY.exists():
+        return "needs JupyterHub and its proxy: make test-classroom"
     if not sandbox.supported():
         return "this system has no Landlock; grading refuses to run here"
     return None
@@ -53,41 +54,59 @@ pytestmark = [
 # ---- a machine with users ------------------------------------------------------------------------------------------------
 
 
-def python_for_everybody(place: Path) -> Path:
-    """This Python with these packages for users who may not look where ours lies: its files once more, under `place`."""
-    home, version = Path(sys.base_prefix), f"python3.{sys.version_info.minor}"
-    python = place / "python" / "bin" / version
-    python.parent.mkdir(parents=True)
-    link(home / "bin" / version, python)
-    ignore = shutil.ignore_patterns("site-packages", "dist-packages", "test", "__pycache__")
-    shutil.copytree(home / "lib" / version, place / "python" / "lib" / version, copy_function=link, ignore=ignore)
-    for library in home.glob("lib/libpython*"):
+def course_for_everybody(place: Path) -> Path:
+    """A hub's environment as the teacher's page makes it, under `place`, where every user may read. Returns its Python.
+
+    The interpreter and the packages are those that run this test, linked, not installed once more: theirs may lie where
+    only root may look. The course is in it as a package, without the solutions.
+    """
+    version, own, course = f"python3.{sys.version_info.minor}", Path(sys.base_prefix), place / "course"
+    base = place / "python" / "bin" / version
+    base.parent.mkdir(parents=True)
+    link(own / "bin" / version, base)
+    unused = shutil.ignore_patterns("site-packages", "dist-packages", "test")
+    link_tree(own / "lib" / version, place / "python" / "lib" / version, unused)
+    for library in own.glob("lib/libpython*"):
         link(library, place / "python" / "lib" / library.name)
-    packages = [*site.getsitepackages(), str(Path(importlib.util.find_spec("jupyterhub").origin).parents[1]), str(ROOT)]
-    folder = place / "python" / "lib" / version / "site-packages"
-    folder.mkdir()
-    (folder / "course.pth").write_text("\n".join(dict.fromkeys(packages)) + "\n")
-    alembic = python.with_name("alembic")  # nbgrader calls it by name
-    alembic.write_text(f"#!{python}\nfrom alembic.config import main\nmain()\n")
+    environment = os.environ | {"LD_LIBRARY_PATH": str(place / "python" / "lib")}
+    subprocess.run([base, "-m", "venv", "--without-pip", course], env=environment, check=True)
+    packages = course / "lib" / version / "site-packages"
+    link_tree(Path(sysconfig.get_path("purelib")), packages, shutil.ignore_patterns("__editable__*"))
+    link_tree(ROOT / "kvlab", packages / "kvlab")
+    for part in ("share/jupyter", "etc/jupyter"):
+        link_tree(Path(sys.prefix) / part, course / part)
+    link_tree(ROOT / "classroom", course / "classroom", shutil.ignore_patterns("node_modules"))
+    alembic = course / "bin" / "alembic"  # nbgrader calls it by name
+    alembic.write_text(f"#!{course}/bin/python\nfrom alembic.config import main\nmain()\n")
     alembic.chmod(0o755)
-    return python
+    return course / "bin" / "python"
 
 
-def link(source: Path, target: Path) -> None:
-    """The same file once more; a copy where the disk does not allow that."""
+def link(source: str | Path, target: str | Path) -> None:
+    """The same file once more, for all to read; a copy where the disk does not allow that or the file is closed."""
+    real, target = Path(os.path.realpath(source)), Path(target)
+    mode = real.stat().st_mode
     try:
-        os.link(os.path.realpath(source), target)
+        if not mode & 0o004:
+            raise PermissionError
+        os.link(real, target)
     except OSError:
-        shutil.copy2(source, target)
+        shutil.copy2(real, target)
+        target.chmod(mode | 0o444 | mode >> 6 & 0o111)
+
+
+def link_tree(source: Path, target: Path, ignore=None) -> None:
+    """The same folder once more, for all to read, file by file."""
+    shutil.copytree(source, target, copy_function=link, ignore=ignore, dirs_exist_ok=True)
+    for folder, _, _ in os.walk(target):
+        os.chmod(folder, 0o755)
 
 
 def shared_weights(place: Path) -> Path:
-    """The model's folder once more, without a copy where the disk allows it, readable by all and writable by nobody."""
+    """The model's folder once more, readable by all and writable by nobody."""
     model = weights.BUNDLED[weights.DEFAULT]
     source, target = weights.ensure(model), place / "kvlab" / "models" / model.name
-    target.mkdir(parents=True)
-    for file in source.iterdir():
-        link(file, target / file.name)
+    link_tree(source, target)
     for folder in (target, target.parent, target.parent.parent):
         folder.chmod(0o555)
     return place / "kvlab"
@@ -111,7 +130,7 @@ class Hub:
 
     def __init__(self, place: Path) -> None:
         self.place = place
-        self.python = python_for_everybody(place)
+        self.python = course_for_everybody(place)
         self.exchange = place / "exchange"
         self.exchange.mkdir()
         self.exchange.chmod(0o777)
@@ -125,27 +144,33 @@ class Hub:
             self.made.append(name)
             (place / "home" / name).chmod(0o700)
             subprocess.run(["chpasswd"], input=f"{name}:{password}", text=True, check=True)
-        share = Path(sys.prefix)
+        self.give_checkout()
         environment = os.environ | {
             "PATH": f"{self.python.parent}{os.pathsep}{os.environ['PATH']}",
-            "LD_LIBRARY_PATH": str(self.python.parents[1] / "lib"),
+            "LD_LIBRARY_PATH": str(place / "python" / "lib"),
             "KVLAB_TEACHER": TEACHER,
             "KVLAB_HOME": str(shared_weights(place)),
             "KVLAB_EXCHANGE": str(self.exchange),
             "KVLAB_HUB_PORT": str(self.port),
             "KVLAB_HUB_PROXY": str(PROXY),
-            "JUPYTER_PATH": str(share / "share" / "jupyter"),
-            "JUPYTER_CONFIG_PATH": str(share / "etc" / "jupyter"),
         }
         self.log = place / "hub.log"
         self.process = subprocess.Popen(
-            [self.python, "-m", "jupyterhub", "-f", str(ROOT / "classroom" / "jupyterhub_config.py")],
+            [self.python, "-m", "jupyterhub", "-f", self.python.parents[1] / "classroom" / "jupyterhub_config.py"],
             cwd=place,
             env=environment,
             stdout=self.log.open("wb"),
             stderr=subprocess.STDOUT,
         )
         self.wait(lambda: self.get("/hub/health").ok, "the hub")
+
+    def give_checkout(self) -> None:
+        """The checkout in the teacher's home: the solutions and the tools are hers alone."""
+        checkout = self.place / "home" / TEACHER / "checkout"
+        for part in ("solutions", "tools", "classroom"):
+            shutil.copytree(ROOT / part, checkout / part, ignore=shutil.ignore_patterns("node_modules", "__pycache__"))
+        for path in (checkout, *checkout.rglob("*")):
+            shutil.chown(path, TEACHER)
 
     def wait(self, ready, what: str, seconds: float = 120) -> None:
         import requests
@@ -238,32 +263,52 @@ class Hub:
             self.call(name, "DELETE", f"/user/{name}/api/kernels/{kernel}")
 
     def close(self) -> None:
+        """The hub stops its servers and its proxy; what is left after a failure is ended here. Then the users go."""
         if hasattr(self, "process"):
             self.process.terminate()
             try:
                 self.process.wait(60)
             except subprocess.TimeoutExpired:
                 self.process.kill()
+                self.process.wait()
+        for left in self.processes():
+            left.kill()
         for name in self.made:
-            for sign in ("TERM", "KILL"):
-                subprocess.run(["pkill", f"-{sign}", "-u", name], check=False)  # our own users, made a moment ago
-                time.sleep(0.5)
             subprocess.run(["userdel", name], capture_output=True, check=False)
+
+    def processes(self) -> list[psutil.Process]:
+        """What runs in this hub's environment, whoever its parent is by now."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if str(self.python.parent) in process.environ().get("PATH", ""):
+                    found.append(process)
+            except psutil.Error:  # it is gone
+                continue
+        return found
+
+
+def interrupted(number, frame):
+    raise KeyboardInterrupt
 
 
 @pytest.fixture(scope="module")
 def hub():
-    place = Path(tempfile.mkdtemp(prefix="kvlab-hub-"))
+    # links need the same disk; a user needs a place that is open, which a temporary folder of one's own need not be
+    disk = Path(sys.prefix).stat().st_dev
+    under = next((place for place in ("/tmp", "/var/tmp", "/srv") if Path(place).stat().st_dev == disk), "/tmp")
+    place = Path(tempfile.mkdtemp(prefix="kvlab-hub-", dir=under))
     place.chmod(0o755)
     made = object.__new__(Hub)  # so that there is something to close when it does not get far
-    made.made = []
+    made.made, made.python = [], place / "course" / "bin" / "python"
+    before = signal.signal(signal.SIGTERM, interrupted)  # a time limit's signal: clean up, then go
     try:
         made.__init__(place)
         yield made
     finally:
         made.close()
-        subprocess.run(["chmod", "-R", "u+w", str(place)], check=False)
-        shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(place)
+        signal.signal(signal.SIGTERM, before)
 
 
 # ---- a lesson ------------------------------------------------------------------------------------------------------------
@@ -289,7 +334,7 @@ def test_a_lesson_from_release_to_feedback(hub):
         assert hub.log_in(name)
         hub.start(name)
 
-    teacher(hub, str(ROOT / "tools" / "release.py"), "--course", "course", LAB, cwd="")
+    teacher(hub, "checkout/tools/release.py", "--course", "course", LAB, cwd="")
 
     writes = {STUDENTS[0]: right, STUDENTS[1]: answers(slots=WORKED["slots"]), STUDENTS[2]: lambda notebook: None}
     for name, write in writes.items():
@@ -316,6 +361,10 @@ def test_a_lesson_from_release_to_feedback(hub):
     # the teacher's course is the teacher's; a submission in another's name counts for its maker
     said = hub.run(STUDENTS[2], f"print(open('{hub.place}/home/{TEACHER}/course/source/{LAB}/{LAB}.ipynb').read())")
     assert "PermissionError" in said
+    said = hub.run(
+        STUDENTS[2], f"import kvlab\nprint(kvlab.__file__)\nopen('{hub.place}/home/{TEACHER}/checkout/tools/release.py')"
+    )
+    assert said.startswith(str(hub.place / "course")) and "PermissionError" in said
     forge = (
         f"import shutil\nshutil.copytree('{LAB}', '{hub.exchange}/shared-state/inbound/{STUDENTS[0]}+{LAB}+2099-01-01 00:00:00.0 UTC+x')\n"
         f"import pathlib\npathlib.Path('{hub.exchange}/shared-state/inbound/{STUDENTS[0]}+{LAB}+2099-01-01 00:00:00.0 UTC+x/timestamp.txt')"
@@ -343,3 +392,9 @@ def test_a_lesson_from_release_to_feedback(hub):
             name, f"import glob\nprint(*[open(f).read() for f in glob.glob('{LAB}/feedback/**/*.html', recursive=True)])"
         )
         assert "right, on the notebook" in page
+
+
+def test_a_hub_that_ends_leaves_nothing_running(hub):
+    hub.process.terminate()
+    hub.process.wait(60)
+    assert [process.name() for process in hub.processes()] == []
