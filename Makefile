@@ -82,10 +82,11 @@ chromium: $(STAMPS)/python
 	      echo "Installing Chromium"; apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends chromium </dev/null >/dev/null; \
 	    else echo "make: the site's tests need Chromium. On Debian: sudo apt-get install chromium; elsewhere set CHROMIUM to a Chrome or Edge" >&2; exit 1; fi; }
 
-test: site chromium  ## everything: the site is built, then ruff and pytest
+# With CLASSROOM=1 JupyterHub is installed first, and its test, which is skipped without it, is one of the others.
+test: site chromium $(if $(CLASSROOM),$(STAMPS)/classroom)  ## everything: the site is built, then ruff and pytest
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/python -m pytest $(PYTEST)
+	@$(BIN)/python -m pytest -rs $(PYTEST)
 
 # ---- a class ---------------------------------------------------------------------------------------------------------------
 # make release COURSE=folder EXCHANGE=folder ONLY="05-blocks 06-prefix"; without EXCHANGE the assignments are only generated
@@ -99,7 +100,7 @@ $(STAMPS)/classroom: requirements-classroom.txt classroom/package-lock.json $(ST
 	@touch $@
 
 test-classroom: $(STAMPS)/classroom model  ## grading, the exchange, and (as root) a hub with a teacher and three students
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -rs tests/test_grading.py tests/test_classroom.py tests/test_hub.py $(PYTEST)
+	@$(BIN)/python -m pytest -rs tests/test_grading.py tests/test_classroom.py tests/test_hub.py $(PYTEST)
 
 test-versions: model  ## a lone notebook, from an archive, with the oldest and the newest packages pyproject.toml allows
 	@$(BIN)/python tools/versions.py
@@ -108,4 +109,4 @@ clean:  ## remove what a build makes, keep the environment
 	rm -rf _build
 
 distclean: clean
-	rm -rf .venv .make node_modules
+	rm -rf .venv .make node_modules classroom/node_modules
