@@ -23,7 +23,7 @@ LAYERS = [
     {"claims"},
     {"show", "checks"},
     {"classroom"},
-    {"cli", "doctor"},
+    {"cli", "doctor", "inbrowser"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

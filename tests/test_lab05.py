@@ -11,7 +11,7 @@ from kvlab.compare import compare
 from kvlab.core.blocks import BlockCopy, BlockManager, InvariantError, OutOfBlocks, UnknownSequence
 from kvlab.core.scan import FOUND, HANDED_OUT, WRITTEN, owner_scan
 from kvlab.core.trace import Trace as Log
-from kvlab.experiments import blocks
+from kvlab.experiments import blocks, bookkeeping
 from kvlab.experiments.byhand import ByHand
 from kvlab.faults import ZOO, fault
 
@@ -115,7 +115,7 @@ def by_hand(**functions):
 
 @pytest.mark.parametrize("manager", [ByHand, by_hand()], ids=["worked", "written differently"])
 def test_the_five_functions_do_what_the_block_manager_does_block_by_block(manager):
-    ours, theirs = blocks.working_day(seed=11), blocks.working_day(seed=11, manager=manager)
+    ours, theirs = bookkeeping.working_day(seed=11), bookkeeping.working_day(seed=11, manager=manager)
     assert ours["requests"] == theirs["requests"] > 15 and ours["turned_away"] == theirs["turned_away"]
     if manager is ByHand:  # the order of the free list is the same too, so every block is
         assert ours["states"] == theirs["states"]
@@ -173,7 +173,7 @@ def test_by_hand_forgets_what_a_findable_block_held_when_it_is_written():
 )
 def test_its_audit_names_a_broken_rule(broken, rule):
     with pytest.raises(InvariantError) as error:
-        blocks.working_day(manager=partial(ByHand, **broken))
+        bookkeeping.working_day(manager=partial(ByHand, **broken))
     assert error.value.rule == rule
 
 
@@ -183,7 +183,7 @@ def test_its_audit_names_a_broken_rule(broken, rule):
 @pytest.mark.parametrize("seed", range(4))
 def test_the_scan_is_quiet_on_a_healthy_day(seed):
     log = Log()
-    blocks.working_day(seed=seed, manager=lambda *size, trace: BlockManager(*size, trace=log))
+    bookkeeping.working_day(seed=seed, manager=lambda *size, trace: BlockManager(*size, trace=log))
     assert {"hit", "copy", "share", "evict", "release"} <= {event.what for event in log}
     assert owner_scan(log) == []
 
@@ -200,12 +200,12 @@ def test_the_scan_is_quiet_on_a_healthy_day(seed):
 def test_the_scan_and_the_audit_find_each_fault_on_a_working_day(name, rule, monkeypatch):
     log = Log()
     with fault(name), pytest.raises(InvariantError):
-        blocks.working_day(manager=lambda *size, trace: BlockManager(*size, trace=log))
+        bookkeeping.working_day(manager=lambda *size, trace: BlockManager(*size, trace=log))
     log = Log()
     monkeypatch.setattr(BlockManager, "check", lambda self: None)
     with fault(name):
         try:
-            blocks.working_day(manager=lambda *size, trace: BlockManager(*size, trace=log))
+            bookkeeping.working_day(manager=lambda *size, trace: BlockManager(*size, trace=log))
         except (KeyError, IndexError, AttributeError):
             pass  # bookkeeping that contradicts itself may fall over; what is in the log counts
     assert rule in {finding.rule for finding in owner_scan(log)}
@@ -225,7 +225,7 @@ def test_a_finding_names_the_block_the_writer_and_the_others():
 
 
 def test_a_leaked_reference_fills_the_pool_and_no_table_names_what_is_lost():
-    healthy, sick = blocks.leaking(True, False), blocks.leaking(True, True)
+    healthy, sick = bookkeeping.leaking(True, False), bookkeeping.leaking(True, True)
     assert healthy["served"] == 120 and healthy["complaint"] is None and all(block[3] for block in healthy["blocks"])
     assert sick["served"] < 120 and sick["held"][-1] > 2 * max(healthy["held"])
     assert "references" in sick["complaint"]["says"]
@@ -235,7 +235,7 @@ def test_a_leaked_reference_fills_the_pool_and_no_table_names_what_is_lost():
 
 
 def test_without_sharing_there_is_nothing_to_leak():
-    assert blocks.leaking(False, True)["held"] == blocks.leaking(False, False)["held"]
+    assert bookkeeping.leaking(False, True)["held"] == bookkeeping.leaking(False, False)["held"]
 
 
 # ---- on the real model -----------------------------------------------------------------------------------------------
@@ -293,13 +293,13 @@ def run():
 
 
 def test_the_recorded_bookkeeping_is_what_the_code_does(run):
-    assert run.data["day"] == blocks.working_day()
-    assert run.data["leak"]["sharing, leaking"] == blocks.leaking(True, True)
+    assert run.data["day"] == bookkeeping.working_day()
+    assert run.data["leak"]["sharing, leaking"] == bookkeeping.leaking(True, True)
     recorded = run.data["utilisation"]["ShareGPT"]["1.0"]["oracle"]
-    again = blocks._usage(
+    again = bookkeeping._usage(
         blocks.allocators.simulate(
             "oracle",
-            blocks.allocators.requests("ShareGPT", blocks.REQUESTS, 1.0, blocks.SEED),
+            bookkeeping.allocators.requests("ShareGPT", bookkeeping.REQUESTS, 1.0, bookkeeping.SEED),
             steps=run.manifest.settings["steps"],
         )
     )

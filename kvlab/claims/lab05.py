@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvlab import record
 from kvlab.claims import Verdict
-from kvlab.experiments import allocators, blocks
+from kvlab.experiments import allocators, bookkeeping
 from kvlab.experiments.allocators import PAPER
 
 
@@ -124,7 +124,7 @@ def verdicts() -> list[Verdict]:
 
 def _block_size(sizes: dict, token_bytes: int, share: dict) -> str:
     ratios = [found["step_ratio"] for found in sizes.values()]
-    typical = allocators.typical_length(allocators.requests("ShareGPT", blocks.REQUESTS, 1.0, blocks.SEED))
+    typical = allocators.typical_length(allocators.requests("ShareGPT", bookkeeping.REQUESTS, 1.0, bookkeeping.SEED))
     return (
         f"The size: at 16 tokens {1 - sizes['16']['of_held']:.1%} of what is held is empty, at 1 none, at 256 {1 - sizes['256']['of_held']:.0%}. The table is no cost in "
         f"memory: 4 bytes an entry are {4 / token_bytes:.3%} of a token's K/V even at size 1, and a decode step here costs {min(ratios):.2f} to "

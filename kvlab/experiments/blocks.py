@@ -17,11 +17,12 @@ import torch
 from kvlab import record
 from kvlab.compare import compare, judge, noise_bound
 from kvlab.core import ledger
-from kvlab.core.blocks import BlockManager, InvariantError, OutOfBlocks
+from kvlab.core.blocks import BlockManager, InvariantError
 from kvlab.core.scan import owner_scan
 from kvlab.core.trace import Trace as Log
-from kvlab.experiments import allocators
+from kvlab.experiments import allocators, bookkeeping
 from kvlab.experiments import prompts as make_prompts
+from kvlab.experiments.bookkeeping import BLOCK_SIZE, BLOCK_SIZES, SEED
 from kvlab.experiments.byhand import ByHand
 from kvlab.experiments.prompts import encode
 from kvlab.experiments.serving import serve
@@ -30,13 +31,9 @@ from kvlab.runtime import Loaded, load
 from kvlab.runtime.decode import Trace, greedy
 from kvlab.runtime.paged import PagedPool
 
-SEED = 5
-BLOCK_SIZE = 16
 NEW_TOKENS = 12
 SECRETS, QUICK_SECRETS = 12, 1
 PROMPTS, QUICK_PROMPTS = 12, 4
-REQUESTS = 4000  # lengths drawn for a simulation
-BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 BEN = (
     "Hello, this is Ben. Good morning to you all. I have a question about the office, and I hope that you have a minute for "
@@ -325,122 +322,6 @@ def _equal(loaded: Loaded, count: int, bar) -> dict:
     return out
 
 
-# ---- a working day, for the map --------------------------------------------------------------------------------------
-
-OWNERS = ("A", "B", "C", "D", "E", "F")
-
-
-def working_day(num_blocks: int = 48, ticks: int = 40, seed: int = SEED, *, manager: Callable = BlockManager) -> dict:
-    """Six users, one system prompt, forks, cancellations, prompts sent again, a pool that runs full: bookkeeping only, a snapshot a tick.
-
-    Returns `states`, per tick and block "free", "found" (free, and findable) or the owners' letters, and `stories`, per block
-    the log's lines about it with the tick they belong to.
-    """
-    draw = random.Random(seed)
-    log = Log()
-    manager = manager(num_blocks, BLOCK_SIZE, trace=log)
-    system = [draw.randrange(1000) for _ in range(2 * BLOCK_SIZE + 5)]
-    left: dict[str, int] = {}
-    past: list[tuple[str, list[int]]] = []
-    states: list[list[str]] = []
-    stories: list[list[list]] = [[] for _ in range(num_blocks)]
-    names = read = turned_away = 0
-    for tick in range(ticks):
-        if draw.random() < 0.7:
-            owner, tokens = draw.choice(OWNERS), system + [draw.randrange(1000) for _ in range(draw.randrange(8, 70))]
-            if past and draw.random() < 0.3:  # somebody sends an earlier prompt again
-                owner, tokens = draw.choice(past)
-            past.append((owner, tokens))
-            name, names = f"{owner}{names}", names + 1
-            if manager.can_allocate(tokens):
-                manager.allocate(name, tokens, owner=owner)
-                manager.commit(name, len(tokens))
-                left[name] = draw.randrange(4, 16)
-                if draw.random() < 0.3:
-                    manager.fork(name, f"{name}'", owner=owner)
-                    left[f"{name}'"] = draw.randrange(4, 16)
-            else:
-                turned_away += 1
-        for name in list(left):
-            left[name] -= 1
-            try:
-                for _ in range(5):
-                    manager.append_token(name, draw.randrange(1000))
-                manager.commit(name, len(manager.tokens(name)))
-            except OutOfBlocks:
-                left[name] = 0
-            if left[name] <= 0 or draw.random() < 0.02:
-                manager.free(name)
-                del left[name]
-        manager.check()
-        states.append([_state(manager, i) for i in range(num_blocks)])
-        for event in list(log)[read:]:
-            if event.block is not None:
-                _tell(stories[event.block], [tick, event.what, event.request_id, event.start, event.stop])
-        read = len(log)
-    return {"states": states, "stories": stories, "requests": names, "turned_away": turned_away}
-
-
-def _tell(story: list[list], line: list) -> None:
-    """Add a line; tokens that one request appends in one tick are one line."""
-    if line[1] == "append" and story and story[-1][:3] == line[:3]:
-        story[-1][4] = line[4]
-    else:
-        story.append(line)
-
-
-def _state(manager: BlockManager, block: int) -> str:
-    info = manager.block(block)
-    if info.owners:
-        return "".join(sorted(info.owners))
-    return "found" if info.block_hash else "free"
-
-
-# ---- counts that leak ------------------------------------------------------------------------------------------------
-
-
-def leaking(sharing: bool, broken: bool, *, requests: int = 120, num_blocks: int = 256, seed: int = SEED) -> dict:
-    """Requests with two samples each. With `sharing` the second is a fork, else a copy. Blocks held after each request.
-
-    `broken` switches "leaked-reference" on. Stops when a request finds no room. Returns the history and every block still
-    counted at the end: [block, created, last access, whether any live request's table names it].
-    """
-    draw = random.Random(seed)
-    manager = BlockManager(num_blocks, BLOCK_SIZE, cache_prefixes=False)
-    history, live = [], []
-    complaint = None
-    with fault("leaked-reference" if broken else None):
-        for n in range(requests):
-            prompt = [draw.randrange(1000) for _ in range(draw.randrange(20, 90))]
-            more = [draw.randrange(1000) for _ in range(draw.randrange(10, 60))]
-            try:
-                manager.allocate((n, 1), prompt, owner=f"request {n}")
-                if sharing:
-                    manager.fork((n, 1), (n, 2), owner=f"request {n}")
-                else:
-                    manager.allocate((n, 2), prompt, owner=f"request {n}")
-                manager.append((n, 1), more)
-                manager.append((n, 2), more)
-            except OutOfBlocks:
-                break
-            live += [(n, 1), (n, 2)]
-            while len(live) > 8:
-                manager.free(live.pop(0))
-            history.append(num_blocks - manager.num_free_blocks)
-            if complaint is None:
-                try:
-                    manager.check()
-                except InvariantError as error:
-                    complaint = {"request": n, "says": str(error)}
-    named = {block for name in live if name in manager.sequences for block in manager.block_table(name)}
-    blocks = []
-    for i in range(num_blocks):
-        info = manager.block(i)
-        if info.ref_count:
-            blocks.append([i, info.created, info.last_access, i in named])
-    return {"held": history, "served": len(history), "blocks": blocks, "complaint": complaint}
-
-
 # ---- how large a block -----------------------------------------------------------------------------------------------
 
 
@@ -472,29 +353,6 @@ def step_ratios(
                 times[size].append(time.perf_counter() - began)
     base = median(times[BLOCK_SIZE])
     return {size: median(values) / base for size, values in times.items()}
-
-
-def _usage(usage: allocators.Usage) -> dict:
-    keys = ("written", "to_come", "never", "free", "of_held", "running", "entries", "preempted", "mean_length")
-    return {key: record.short(getattr(usage, key)) for key in keys}
-
-
-def utilisation(spread: float = 1.0, workload: str = "ShareGPT", *, steps: int = 2000) -> dict:
-    """Policy → averages of the simulation (see `kvlab.experiments.allocators`), with a buddy allocator and merely counted."""
-    waiting = allocators.requests(workload, REQUESTS, spread, SEED)
-    out = {}
-    for policy in allocators.POLICIES:
-        out[policy] = _usage(allocators.simulate(policy, waiting, steps=steps))
-        if policy != "paged":
-            counted = allocators.simulate(policy, waiting, steps=steps, allocator=allocators.Counter)
-            out[policy]["counted"] = record.short(counted.written)
-    return out
-
-
-def block_sizes(sizes: Sequence[int] = BLOCK_SIZES, *, steps: int = 2000) -> dict[int, dict]:
-    """Block size → averages of the paged simulation."""
-    waiting = allocators.requests("ShareGPT", REQUESTS, 1.0, SEED)
-    return {size: _usage(allocators.simulate("paged", waiting, block_size=size, steps=steps)) for size in sizes}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -536,10 +394,10 @@ def run(
     for workload in allocators.WORKLOADS:
         use[workload] = {}
         for spread in spreads:
-            use[workload][str(spread)] = utilisation(spread, workload, steps=steps)
+            use[workload][str(spread)] = bookkeeping.utilisation(spread, workload, steps=steps)
             bar.update()
     bar.set_description("block sizes")
-    sizes = {str(size): found for size, found in block_sizes(steps=steps).items()}
+    sizes = {str(size): found for size, found in bookkeeping.block_sizes(steps=steps).items()}
     bar.update()
     for size, ratio in step_ratios(loaded).items():
         sizes[str(size)]["step_ratio"] = record.short(ratio, 3)
@@ -551,11 +409,11 @@ def run(
         "utilisation": use,
         "block_sizes": sizes,
         "token_bytes": equal["block_bytes"]["measured"] // BLOCK_SIZE,
-        "day": working_day(),
+        "day": bookkeeping.working_day(),
         "leak": {
-            "copies": leaking(False, False),
-            "sharing": leaking(True, False),
-            "sharing, leaking": leaking(True, True),
+            "copies": bookkeeping.leaking(False, False),
+            "sharing": bookkeeping.leaking(True, False),
+            "sharing, leaking": bookkeeping.leaking(True, True),
         },
     }
     return record.Run(replace(manifest, seconds=round(time.perf_counter() - began, 1)), data)

@@ -18,7 +18,7 @@ from kvlab import record
 from kvlab.compare import audit, compare, family_by_onset, judge, noise_bound
 from kvlab.core import ledger as memory
 from kvlab.core.spec import ModelSpec
-from kvlab.experiments import attention, clients, leak, prefix
+from kvlab.experiments import attention, bookkeeping, clients, leak, prefix
 from kvlab.experiments import blocks as office
 from kvlab.experiments import ledger as measured
 from kvlab.experiments.prompts import encode
@@ -455,7 +455,7 @@ for _name in office.SCENES:
 
 @scene("leaked-reference", "120 requests of two samples each, the second a fork of the first.", "memory", reference=None)
 def _leaking(stage: Stage) -> Played:
-    told = office.leaking(True, False)
+    told = bookkeeping.leaking(True, False)
     words = [f"check(): {told['complaint']['says']}"] if told["complaint"] else []
     return Played(words=words, symptom=f"{told['served']} of 120 requests are admitted; {told['held'][-1]} of 256 blocks held")
 

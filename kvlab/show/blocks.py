@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from kvlab.experiments.allocators import PAPER
-from kvlab.experiments.blocks import OWNERS as NAMES
+from kvlab.experiments.bookkeeping import OWNERS as NAMES
 from kvlab.faults import ZOO
 from kvlab.record import Run
 from kvlab.show.theme import FREE, HEALTHY, MUTED, OWNERS, SHARED, SICK, apply
