@@ -1,6 +1,6 @@
 """nbgrader for this course, for the teacher and for the students: the file the tests use.
 
-`make release` puts it into the course's folder. On a hub it goes to /etc/jupyter, where every user's nbgrader finds it.
+`make release` puts it into the course's folder. On a hub it lies beside jupyterhub_config.py, which has every server look there.
 
 KVLAB_COURSE      the course's folder; by default the folder one is in
 KVLAB_COURSE_ID   its name in the exchange; by default shared-state
