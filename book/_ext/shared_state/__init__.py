@@ -3,6 +3,7 @@
 Uses Sphinx and myst-nb only, so that it outlives Jupyter Book 1.x. Its parts:
 
 - `figures`: Plotly output becomes a named, lazily drawn figure;
+- `lite`: JupyterLite, for labs that run in the browser;
 - `live`: cells that run in the page;
 - `math`: formulas are set at build time;
 - `model`: the weights beside the site, when asked;
@@ -21,7 +22,7 @@ from sphinx.application import Sphinx
 from sphinx.config import Config
 from sphinx.environment import BuildEnvironment
 
-from . import figures, live, math, model, rerun, search, slim, vendor
+from . import figures, lite, live, math, model, rerun, search, slim, vendor
 
 
 def _digest(files: Iterable[Path]) -> str:
@@ -64,6 +65,7 @@ def setup(app: Sphinx) -> dict[str, object]:
     app.connect("env-get-outdated", drop_removed_pages)
     app.connect("html-page-context", mend_lists)
     figures.setup(app)
+    lite.setup(app)
     live.setup(app)
     math.setup(app)
     model.setup(app)
