@@ -3,6 +3,7 @@
 Uses Sphinx and myst-nb only, so that it outlives Jupyter Book 1.x. Its parts:
 
 - `figures`: Plotly output becomes a named, lazily drawn figure;
+- `labpage`: how to open a lab, and its answers folded away;
 - `lite`: JupyterLite, for labs that run in the browser;
 - `live`: cells that run in the page;
 - `math`: formulas are set at build time;
@@ -22,7 +23,7 @@ from sphinx.application import Sphinx
 from sphinx.config import Config
 from sphinx.environment import BuildEnvironment
 
-from . import figures, lite, live, math, model, rerun, search, slim, vendor
+from . import figures, labpage, lite, live, math, model, rerun, search, slim, vendor
 
 
 def _digest(files: Iterable[Path]) -> str:
@@ -65,6 +66,7 @@ def setup(app: Sphinx) -> dict[str, object]:
     app.connect("env-get-outdated", drop_removed_pages)
     app.connect("html-page-context", mend_lists)
     figures.setup(app)
+    labpage.setup(app)
     lite.setup(app)
     live.setup(app)
     math.setup(app)
