@@ -45,8 +45,14 @@ def fold_answers(app: Sphinx, doctree: nodes.document, docname: str) -> None:
 def bar(lab: str, to: Any, *, in_browser: bool, repository: str) -> str:
     """The row of ways to work on a lab. `to(path)` gives the address of a file of the site."""
     file = f"{lab}.ipynb"
-    colab = f"https://colab.research.google.com/github/{repository}/blob/main/labs/{file}" if repository else to("book/setup.html") + "#colab"
-    lite = f'<a class="kv-button kv-main" href="{to("lite/notebooks/index.html")}?path={file}" data-lite>Open in the browser</a>'
+    colab = (
+        f"https://colab.research.google.com/github/{repository}/blob/main/labs/{file}"
+        if repository
+        else to("book/setup.html") + "#colab"
+    )
+    lite = (
+        f'<a class="kv-button kv-main" href="{to("lite/notebooks/index.html")}?path={file}" data-lite>Open in the browser</a>'
+    )
     return (
         '<div class="kv-lab" role="group" aria-label="Work on this lab"><p>'
         + (lite if in_browser else "")
@@ -81,7 +87,9 @@ def package(root: Path) -> bytes:
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
         for path in sorted(names):
             if "__pycache__" not in path.parts:
-                archive.writestr(zipfile.ZipInfo(f"kvlab/{path.relative_to(root).as_posix()}", THEN), path.read_bytes(), zipfile.ZIP_DEFLATED)
+                archive.writestr(
+                    zipfile.ZipInfo(f"kvlab/{path.relative_to(root).as_posix()}", THEN), path.read_bytes(), zipfile.ZIP_DEFLATED
+                )
     return buffer.getvalue()
 
 

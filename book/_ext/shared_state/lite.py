@@ -91,7 +91,9 @@ def recorded(executed: Path) -> str:
     found = {}
     for cell in json.loads(executed.read_text("utf8"))["cells"]:
         if cell["cell_type"] == "code" and "model" in cell["metadata"].get("tags", []):
-            found[key(_text(cell["source"]))] = [_bundle(output) for output in cell["outputs"] if output["output_type"] != "error"]
+            found[key(_text(cell["source"]))] = [
+                _bundle(output) for output in cell["outputs"] if output["output_type"] != "error"
+            ]
     return json.dumps(found, ensure_ascii=False, indent=0) + "\n"
 
 
@@ -189,12 +191,17 @@ def write_wheels(root: Path, executed: Path, kept: Path, folder: Path) -> None:
             enter(canonicalize_name(name), version_of, path, {"pyodide_kernel": ["comm", "ipython"]}.get(name, []))
     stand_in = (root / "book/assets/py/piplite.py").read_bytes()
     made = {
-        "piplite": ("1", {"piplite/__init__.py": stand_in, "piplite/piplite.py": b"", "piplite/cli.py": b"from piplite import *\n"}),
+        "piplite": (
+            "1",
+            {"piplite/__init__.py": stand_in, "piplite/piplite.py": b"", "piplite/cli.py": b"from piplite import *\n"},
+        ),
         "micropip": ("1", {"micropip.py": stand_in}),
         "nbformat": (importlib.metadata.version("nbformat"), {"nbformat.py": b""}),
         "kvlab": (version, course(root, executed)),
     }
-    made["nbformat"][1]["nbformat.py"] = f'"""For plotly, which asks no more of it."""\n__version__ = "{made["nbformat"][0]}"\n'.encode()
+    made["nbformat"][1]["nbformat.py"] = (
+        f'"""For plotly, which asks no more of it."""\n__version__ = "{made["nbformat"][0]}"\n'.encode()
+    )
     for name, (made_version, files) in made.items():
         file, data = wheel(name, made_version, files)
         (kept / file).write_bytes(data)
@@ -236,7 +243,9 @@ OVERRIDES = {"@jupyterlab/apputils-extension:themes": {"adaptive-theme": True}}
 def build(root: Path, work: Path, executed: Path, out: Path) -> bool:
     """Build or renew `out`. Returns whether JupyterLite itself had to be built. Raises ExtensionError with the builder's words."""
     notebooks = {f"{lab}.ipynb": notebook(root, lab) for lab in labs(root)}
-    versions = [importlib.metadata.version(name) for name in ("jupyterlite-core", "jupyterlite-pyodide-kernel", "plotly", "ipywidgets")]
+    versions = [
+        importlib.metadata.version(name) for name in ("jupyterlite-core", "jupyterlite-pyodide-kernel", "plotly", "ipywidgets")
+    ]
     said = json.dumps([settings(), OVERRIDES, APPS, FRONT, versions, notebooks])
     stamp, digest = out / ".built", hashlib.sha256(said.encode()).hexdigest()
     fresh = not stamp.exists() or stamp.read_text("utf8") != digest

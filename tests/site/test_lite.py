@@ -1,0 +1,235 @@
+"""The labs that run in the browser: JupyterLite from the built site alone, with the worked answers and without."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import io
+import json
+import re
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import checks
+import make_labs
+import pytest
+from conftest import ROOT, serve
+from playwright.sync_api import Browser, BrowserContext, Page, Route, expect
+from shared_state import lite
+
+pytestmark = pytest.mark.site
+LABS = lite.labs(ROOT)
+BOOT = 120_000  # milliseconds; a busy machine is slow, not wrong
+CELLS = """() => [...jupyterapp.shell.currentWidget.content.model.cells].filter(cell => cell.type === "code")
+  .map(cell => ({ count: cell.executionCount, source: cell.sharedModel.source, outputs: cell.outputs.toJSON() }))"""
+ALL_RAN = """() => { const cells = [...jupyterapp.shell.currentWidget.content.model.cells].filter(cell => cell.type === "code");
+  return cells.every(cell => cell.executionCount) || cells.some(cell => cell.outputs.toJSON().some(output => output.output_type === "error")); }"""
+
+
+def answered(lab: str, text: str) -> str:
+    """The notebook with the worked answers in its exercises."""
+    cells = make_labs.worked(ROOT / "solutions" / f"{lab}.md").cells
+    answers = {about["grade_id"]: cell.source for cell in cells if (about := cell.metadata.get("nbgrader", {})).get("solution")}
+    notebook = json.loads(text)
+    for cell in notebook["cells"]:
+        name = cell["metadata"].get("nbgrader", {}).get("grade_id")
+        cell["source"] = answers.get(name, cell["source"])
+    return json.dumps(notebook)
+
+
+def exposed(route: Route) -> None:
+    """JupyterLite's configuration, with its application in reach of the test."""
+    config = json.loads(route.fetch().text())
+    config.setdefault("jupyter-config-data", {})["exposeAppInBrowser"] = True
+    route.fulfill(body=json.dumps(config), content_type="application/json")
+
+
+def opened(page: Page, site: Path, lab: str, *, worked: bool) -> None:
+    """Open a lab and wait for its cells."""
+    page.route("**/jupyter-lite.json*", exposed)
+    if worked:
+        page.route(f"**/files/{lab}.ipynb*", lambda route: route.fulfill(body=answered(lab, route.fetch().text())))
+    page.goto(f"{serve(site)}/lite/notebooks/index.html?path={lab}.ipynb")
+    page.wait_for_function("window.jupyterapp?.shell?.currentWidget?.content?.model?.cells?.length > 3", timeout=BOOT)
+
+
+def ran(page: Page) -> list[dict]:
+    """Run every cell; return the code cells once all have run or one has failed."""
+    page.evaluate("() => void jupyterapp.commands.execute('notebook:run-all-cells')")
+    page.wait_for_function(ALL_RAN, timeout=BOOT)
+    return page.evaluate(CELLS)
+
+
+def errors(cells: list[dict]) -> list[str]:
+    return [output["evalue"] for cell in cells for output in cell["outputs"] if output["output_type"] == "error"]
+
+
+@pytest.fixture
+def context(browser: Browser) -> Iterator[BrowserContext]:
+    """A browser that has not been here before, and notes what it asks other hosts for."""
+    made = browser.new_context()
+    made.asked = []  # type: ignore[attr-defined]
+    made.on("request", lambda request: made.asked.append(request.url))  # type: ignore[attr-defined]
+    yield made
+    made.close()
+
+
+def foreign(context: BrowserContext, site: Path) -> list[str]:
+    return [url for url in context.asked if not url.startswith((serve(site), "data:", "blob:"))]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("lab", LABS)
+def test_a_worked_lab_runs_to_its_end(context: BrowserContext, site: Path, lab: str) -> None:
+    """Every cell, in the page, on the answers: no error, the checks satisfied, the model's cells recorded, no other host asked."""
+    page = context.new_page()
+    opened(page, site, lab, worked=True)
+    cells = ran(page)
+    assert not errors(cells)
+    said = json.dumps([cell["outputs"] for cell in cells], ensure_ascii=False)
+    exercises = json.loads((ROOT / "labs" / f"{lab}.ipynb").read_text("utf8"))["cells"]
+    points = [cell for cell in exercises if cell["metadata"].get("nbgrader", {}).get("grade")]
+    assert len(re.findall(r"Exercise \d \(\w+\): right", said)) == len(points) > 0
+    model = [cell for cell in cells if "Recorded with the worked lab" in json.dumps(cell["outputs"])]
+    assert model and all(len(cell["outputs"]) > 1 for cell in model if not cell["source"].startswith(("def ", "from ")))
+    assert foreign(context, site) == []
+
+
+def test_the_lab_as_it_is_stops_at_its_first_exercise(context: BrowserContext, site: Path) -> None:
+    """In one sentence; and the figure of another cell is drawn once that is written."""
+    page = context.new_page()
+    opened(page, site, "05-blocks", worked=False)
+    told = [output for cell in ran(page) for output in cell["outputs"] if output["output_type"] == "error"]
+    assert len(told) == 1
+    assert "Exercise 1 (allocate) is not finished yet" in json.dumps(told[0]["traceback"])
+
+
+def test_a_figure_is_drawn_and_work_is_kept(context: BrowserContext, site: Path) -> None:
+    """Plotly's own drawing; after a reload the cell still holds what was written; a package is refused with a reason; so is the model."""
+    page = context.new_page()
+    opened(page, site, "05-blocks", worked=True)
+    ran(page)
+    expect(page.locator(".js-plotly-plot .main-svg").first).to_be_attached(timeout=BOOT)
+    for index, source in enumerate(("%pip install numpy", "import torch", "mine_too = 41 + 1\nmine_too")):
+        page.evaluate(
+            """async ([source]) => { const notebook = jupyterapp.shell.currentWidget.content;
+              notebook.activeCellIndex = notebook.widgets.length - 1;
+              await jupyterapp.commands.execute("notebook:insert-cell-below");
+              notebook.activeCell.model.sharedModel.setSource(source);
+              await jupyterapp.commands.execute("notebook:run-cell"); }""",
+            [source],
+        )
+        page.wait_for_function(f"({CELLS})().at(-1).outputs.length", timeout=BOOT)
+        said = json.dumps(page.evaluate(CELLS)[-1]["outputs"])
+        assert ("installs nothing", "does not run in a browser", '"42"')[index] in said
+    page.evaluate("() => jupyterapp.commands.execute('docmanager:save')")
+    page.wait_for_function("!jupyterapp.shell.currentWidget.context.model.dirty")
+    opened(page, site, "05-blocks", worked=True)
+    assert page.evaluate(CELLS)[-1]["source"].startswith("mine_too")
+
+
+# ---- what is in the site, without a browser ------------------------------------------------------------------------------
+
+
+def test_the_wheels_are_those_of_this_environment_and_the_lock_tells_the_truth(site: Path) -> None:
+    folder = site / "lite" / "wheels"
+    lock = json.loads((folder / "pyodide-lock.json").read_text("utf8"))["packages"]
+    assert set(lite.START) | {"kvlab", "plotly", "nbformat"} <= set(lock)
+    for name, entry in lock.items():
+        data = (folder / entry["file_name"]).read_bytes()
+        assert hashlib.sha256(data).hexdigest() == entry["sha256"], name
+        assert set(entry["depends"]) <= set(lock), name
+    for name in ("ipython", "plotly", "ipywidgets"):
+        assert lock[name]["version"] == importlib.metadata.version(name)
+    assert {path.name for path in folder.glob("*.whl")} == {entry["file_name"] for entry in lock.values()}
+
+
+def test_what_is_packed_is_the_same_each_time_and_leaves_out_what_cannot_run() -> None:
+    files = {
+        "a/__init__.py": b"1",
+        "a/__pycache__/x.pyc": b"",
+        "a/fast.so": b"",
+        "a/tests/test_a.py": b"",
+        "a-1.dist-info/RECORD": b"",
+    }
+    name, data = lite.wheel("a", "1", files)
+    assert lite.wheel("a", "1", dict(reversed(files.items()))) == (name, data)
+    path = Path(name)
+    assert path.name == "a-1-py3-none-any.whl"
+    assert zipfile.ZipFile(io.BytesIO(data)).namelist() == ["a-1.dist-info/METADATA", "a-1.dist-info/WHEEL", "a/__init__.py"]
+
+
+def test_markers_are_read_for_the_browser() -> None:
+    """psutil and pexpect, which IPython wants elsewhere, are not wanted there; what its parts need is."""
+    found = lite.needed(["ipython"])
+    assert not {"psutil", "pexpect", "colorama"} & set(found)
+    assert {"traitlets", "pygments", "wcwidth"} <= set(found)
+
+
+def test_outputs_become_bundles(tmp_path: Path) -> None:
+    cells = [
+        {"cell_type": "code", "metadata": {"tags": ["model"]}, "source": ["loaded = ", "load()"], "outputs": [{"output_type": "stream", "name": "stdout", "text": ["a\n", "b\n"]}, {"output_type": "execute_result", "data": {"text/plain": ["c"], "application/x+json": {"d": 1}}}]},
+        {"cell_type": "code", "metadata": {}, "source": "1", "outputs": [{"output_type": "stream", "text": "not this"}]},
+    ]  # fmt: skip
+    path = tmp_path / "x.ipynb"
+    path.write_text(json.dumps({"cells": cells}), "utf8")
+    found = json.loads(lite.recorded(path))
+    assert list(found.values()) == [[{"text/plain": "a\nb"}, {"text/plain": "c", "application/x+json": {"d": 1}}]]
+    with pytest.raises(lite.ExtensionError, match="build the whole site"):
+        lite.recorded(tmp_path / "none.ipynb")
+
+
+# ---- the page of a lab ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lab", sorted(path.stem for path in (ROOT / "labs").glob("[0-9]*.ipynb")))
+def test_every_lab_page_says_how_to_work_on_it(browser: Browser, site: Path, lab: str) -> None:
+    """The browser where it can, Colab, download, answers: by keyboard, by name."""
+    with checks.visit(browser, f"{serve(site)}/solutions/{lab}.html") as seen:
+        group = seen.page.get_by_role("group", name="Work on this lab")
+        assert group.get_by_role("link", name="Open in the browser").count() == (lab in LABS)
+        assert group.get_by_role("link", name="Open in Colab").count() == 1
+        with seen.page.expect_download() as download:
+            group.get_by_role("link", name="Download the notebook").click()
+        assert Path(download.value.path()).read_text("utf8") == (ROOT / "labs" / f"{lab}.ipynb").read_text("utf8")
+        answers = seen.page.locator("details.kv-answer")
+        exercises = len(re.findall(r"### BEGIN SOLUTION", (ROOT / "solutions" / f"{lab}.md").read_text("utf8")))
+        assert answers.count() == exercises > 0
+        expect(answers.first.locator(".cell_input")).to_be_hidden()
+        button = group.get_by_role("button")
+        button.focus()
+        seen.page.keyboard.press("Enter")
+        expect(button).to_have_text("Hide the answers")
+        assert all(answers.nth(i).locator(".cell_input").is_visible() for i in range(exercises))
+        answers.first.locator("summary").click()
+        expect(button).to_have_text("Show the answers")
+        expect(button).to_have_attribute("aria-pressed", "false")
+        problems = checks.complaints(seen) + checks.external_requests(seen)
+    assert not problems, "\n".join(problems)
+
+
+def test_the_browser_button_leads_to_the_lab(browser: Browser, site: Path) -> None:
+    with checks.visit(browser, f"{serve(site)}/solutions/05-blocks.html") as seen:
+        seen.page.get_by_role("link", name="Open in the browser").click()
+        expect(seen.page.get_by_role("heading", name="Lab 5. A hand-written block manager")).to_be_visible(timeout=BOOT)
+
+
+def test_from_the_disk_the_button_says_why_not(browser: Browser, site: Path) -> None:
+    with checks.visit(browser, (site / "solutions/05-blocks.html").as_uri()) as seen:
+        seen.page.get_by_role("link", name="Open in the browser").click()
+        expect(seen.page.locator(".kv-lab-says")).to_contain_text("python -m http.server")
+        assert seen.page.url.endswith("05-blocks.html")
+
+
+def test_the_setup_page_names_the_labs_that_run_in_the_browser(site: Path) -> None:
+    numbers = [str(int(lab[:2])) for lab in LABS]
+    words = f"Labs {', '.join(numbers[:-1])} and {numbers[-1]} open in the browser"
+    assert words in " ".join((ROOT / "book" / "setup.md").read_text("utf8").split())
+
+
+def test_the_package_in_the_site_is_the_library(site: Path) -> None:
+    """Everything pip needs to install it, and the parrot's weights; nothing that was only compiled."""
+    names = zipfile.ZipFile(site / "_static" / "labs" / "kvlab.zip").namelist()
+    assert {"kvlab/pyproject.toml", "kvlab/README.md", "kvlab/kvlab/__init__.py", "kvlab/kvlab/core/blocks.py"} <= set(names)
+    assert any(name.endswith(".safetensors") for name in names)
+    assert not [name for name in names if "__pycache__" in name]
