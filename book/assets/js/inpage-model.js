@@ -90,15 +90,15 @@ export async function load(model, { signal, onPart = () => {}, onBytes = () => {
   if (index.sha256 !== model.sha256 || index.bytes !== model.bytes)
     throw Object.assign(new Error("index.json is of another model than this page."), { damaged: true });
   const store = await open();
-  let all = await keep(store, model, "list", JSON.stringify(index.parts.map((entry) => entry.bytes)));
   const parts = [];
-  let done = 0;
+  let done = 0, all = true;
   for (const [i, entry] of index.parts.entries()) {
     onPart(i, index.parts.length);
     let blob = await kept(store, model, i, entry.bytes);
     if (!blob) {
       const base = done;
       blob = await part(entry, signal, (size) => onBytes(base + size));
+      if (!i) all = await keep(store, model, "list", JSON.stringify(index.parts.map((each) => each.bytes)));
       all = (await keep(store, model, i, blob)) && all;
     }
     parts.push(blob);

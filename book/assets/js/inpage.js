@@ -119,7 +119,10 @@
     });
 
     if (location.protocol === "file:") say(FROM_DISK, "disk");
-    else own("inpage-model.js").then((found) => { library = found; return settle(); });
+    else {
+      say("");
+      own("inpage-model.js").then((found) => { library = found; return settle(); }).catch((error) => say(`The page is not whole: ${error.message}. Build the site again.`, "failed"));
+    }
   }
 
   // One thing at a time: the engine has one cache. Stop ends it between two tokens, or two groups of 32 while it reads.
