@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
@@ -76,6 +77,7 @@ def start(lab: str) -> None:
         shell.input_transformers_post.remove(recorded.transform)
     recorded = Recorded(json.loads(text), lambda bundle: display(bundle, raw=True))
     shell.input_transformers_post.append(recorded.transform)
+    os.environ["PLOTLY_RENDERER"] = "plotly_mimetype"  # JupyterLab draws; the other renderers send the library along
     if not any(isinstance(finder, NoModel) for finder in sys.meta_path):
         sys.meta_path.append(NoModel())
     print(f"Ready. {len(recorded.outputs)} cells of this lab need the model and show what was recorded; the rest runs here.")

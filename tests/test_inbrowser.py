@@ -64,6 +64,7 @@ def test_start_takes_over_the_cells_of_the_lab_and_only_once(tmp_path: Path, mon
     monkeypatch.setattr("IPython.get_ipython", lambda: shell)
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     monkeypatch.setattr(inbrowser, "recorded", None)
+    monkeypatch.setenv("PLOTLY_RENDERER", "")
     for _ in range(2):
         inbrowser.start("99-none")
     assert len(shell.input_transformers_post) == 1 and sum(isinstance(f, NoModel) for f in sys.meta_path) == 1

@@ -22,8 +22,11 @@ from .lite import labs as browser_labs
 FOLDER = "_static/labs"
 PACKAGE = "kvlab.zip"
 THEN = (1980, 1, 1, 0, 0, 0)
-IN_BROWSER = "In the browser the exercises, their checks and all that only counts run on what you write; cells that need the model show what was recorded."
-NEEDS_KERNEL = "This lab’s exercises work on tensors. It needs a Python with PyTorch: Colab’s, or your own."
+IN_BROWSER = (
+    "In the browser the exercises, their checks and all that only counts run on what you write; cells that need the model show what "
+    "was recorded. To run those too, take Colab or a Python of your own: "
+)
+NEEDS_KERNEL = "This lab’s exercises work on tensors. It needs a Python with PyTorch, Colab’s or your own: "
 
 
 def is_lab(name: str) -> bool:
@@ -59,8 +62,8 @@ def bar(lab: str, to: Any, *, in_browser: bool, repository: str) -> str:
         + f'<a class="kv-button" href="{escape(colab)}">Open in Colab</a>'
         + f'<a class="kv-button" href="{to(f"{FOLDER}/{file}")}" download>Download the notebook</a>'
         + '<button type="button" class="kv-button" data-answers aria-pressed="false" hidden>Show the answers</button></p>'
-        + f'<p class="kv-lab-says" role="status">{IN_BROWSER if in_browser else NEEDS_KERNEL} '
-        + f'How to set one up, and where the package comes from: <a href="{to("book/setup.html")}">Set up</a>.</p></div>'
+        + f'<p class="kv-lab-says" role="status">{IN_BROWSER if in_browser else NEEDS_KERNEL}'
+        + f'<a href="{to("book/setup.html")}">Set up</a>.</p></div>'
     )
 
 

@@ -47,6 +47,7 @@ LEFT_OUT = re.compile(
 PYTHON = {"sys_platform": "emscripten", "platform_system": "Emscripten", "os_name": "posix", "python_version": "3.14",
           "python_full_version": "3.14.0", "implementation_name": "cpython", "platform_machine": "wasm32", "extra": ""}  # fmt: skip
 THEN = (1980, 1, 1, 0, 0, 0)  # the age of every file in a wheel: same files, same bytes
+DATE = 1796000000  # what JupyterLite takes for the age of the notebooks, late in 2026; it shows it
 WELCOME = """\
 *This copy of the lab runs in your browser.* Python starts with the first cell you run and takes a few seconds. The exercises, their checks and all cells that only count run here, on what you write. A browser runs no PyTorch: \
 cells that need the model show what was recorded with the worked lab, and nothing you write reaches them.
@@ -89,7 +90,10 @@ def recorded(executed: Path) -> str:
     if not executed.exists():
         raise ExtensionError(f"{executed} is missing: build the whole site, whose notebooks are executed first")
     found = {}
-    for cell in json.loads(executed.read_text("utf8"))["cells"]:
+    cells = json.loads(executed.read_text("utf8"))["cells"]
+    if not any(cell.get("outputs") for cell in cells):
+        raise ExtensionError(f"{executed} holds no output: its lab was not executed")
+    for cell in cells:
         if cell["cell_type"] == "code" and "model" in cell["metadata"].get("tags", []):
             found[key(_text(cell["source"]))] = [
                 _bundle(output) for output in cell["outputs"] if output["output_type"] != "error"
@@ -237,7 +241,10 @@ def settings() -> dict[str, Any]:
     }
 
 
-OVERRIDES = {"@jupyterlab/apputils-extension:themes": {"adaptive-theme": True}}
+OVERRIDES = {
+    "@jupyterlab/apputils-extension:themes": {"adaptive-theme": True},
+    "@jupyterlab/notebook-extension:tracker": {"autoStartDefaultKernel": True},  # there is one: no need to ask
+}
 
 
 def build(root: Path, work: Path, executed: Path, out: Path) -> bool:
@@ -268,7 +275,7 @@ def build(root: Path, work: Path, executed: Path, out: Path) -> bool:
                 "no_unused_shared_packages": True,
                 "cache_dir": str(work / "cache"),
                 "output_dir": str(out),
-                "source_date_epoch": 315532800,  # 1980: same files, same bytes
+                "source_date_epoch": DATE,
             }
         }
         (project / "jupyter_lite_config.json").write_text(json.dumps(config), "utf8")
@@ -283,7 +290,8 @@ def build(root: Path, work: Path, executed: Path, out: Path) -> bool:
 
 def build_lite(app: Sphinx, exception: Exception | None) -> None:
     """Build JupyterLite into the site, when its pages are written and its notebooks executed."""
-    if exception is None and app.builder.name == "html":
+    # a draft of the pages, built with -D nb_execution_mode=off, leaves what is there
+    if exception is None and app.builder.name == "html" and app.config.nb_execution_mode != "off":
         out = Path(app.outdir)
         fresh = build(Path(app.confdir), out.parent / "lite", out.parent / "jupyter_execute" / "solutions", out / "lite")
         LOG.info("JupyterLite %s", "built" if fresh else "is up to date")
