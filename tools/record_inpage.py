@@ -11,6 +11,7 @@ import datetime
 import functools
 import http.server
 import json
+import statistics
 import sys
 import threading
 import time
@@ -24,6 +25,7 @@ from kvlab.runtime import weights
 
 ROOT = Path(__file__).parents[1]
 PATIENCE = 300_000  # milliseconds
+ROUNDS = 3
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
@@ -58,10 +60,17 @@ def use(page: Page, gguf: Path) -> dict:
     whole = page.evaluate(
         "([a, b]) => kvInpage.engine.ask({prompt: `${a} ${b}`, words: 2, fresh: true, candidates: 5})", [texts["a"], texts["b"]]
     )
-    press(page, "Empty the cache, ask question 1")
-    press(page, "Ask question 2")
-    press(page, "Change one letter near the beginning")
-    press(page, "Ask question 2")
+    rounds = []
+    for n in range(ROUNDS):  # a time on a shared machine is one of several; the middle ratio is kept
+        press(page, "As it was")
+        press(page, "Empty the cache, ask question 1")
+        press(page, "Ask question 2")
+        if n == ROUNDS - 1:
+            press(page, "Change one letter near the beginning")
+        else:  # another letter each time: the engine takes a prompt back that it has put aside
+            page.fill("#kvi-system", texts["system"].replace("answer", "answe" + "xz"[n], 1))
+        press(page, "Ask question 2")
+        rounds.append(page.evaluate("kvInpage.prefix.map(row => row.ratio)"))
     found = page.evaluate(
         "({password: kvInpage.password, prefix: kvInpage.prefix, threads: kvInpage.engine.threads, version: kvInpage.engine.version})"
     )
@@ -72,8 +81,8 @@ def use(page: Page, gguf: Path) -> dict:
     for side in found["password"].values():
         side["candidates"] = [[[token, record.short(p)] for token, p in rivals] for rivals in side["candidates"]]
     rows = [{key: value for key, value in row.items() if key != "ms"} for row in found["prefix"]]
-    for row in rows:
-        row["ratio"] = row["ratio"] and record.short(row["ratio"], 3)
+    for row, ratios in zip(rows[1:], list(zip(*rounds))[1:]):
+        row["ratio"] = record.short(statistics.median(ratios), 3)
     pins = json.loads((ROOT / "package.json").read_text("utf8"))["dependencies"]
     return {
         "texts": texts,
@@ -112,7 +121,7 @@ def main() -> int:
         versions=record.versions() | {name: engine[name] for name in ("wllama", "llama.cpp", "browser")},
         seed=0,
         created=datetime.date.today().isoformat(),
-        settings={"context": 2048, "batch": 32, "temperature": 0, "cache": "f16"},
+        settings={"context": 2048, "batch": 32, "temperature": 0, "cache": "f16", "rounds": ROUNDS},
     )
     run = record.Run(dataclasses.replace(manifest, seconds=round(time.monotonic() - begin, 1)), data)
     print(run.save(), json.dumps(data, indent=1, ensure_ascii=False))

@@ -134,7 +134,7 @@ def prefix_html(run: Run) -> str:
         '<p class="kvi-says" data-part="says" role="status"></p>\n<p class="kvi-source" data-part="source">recorded</p>\n'
         '<div class="kvi-scroll" tabindex="0" role="group" aria-label="The requests">\n<table class="kvi-asked">\n<thead><tr><th scope="col">request'
         '</th><th scope="col">tokens</th><th scope="col">from the cache</th><th scope="col">computed</th>'
-        f'<th scope="col">first token after, question 1 = 1</th></tr></thead>\n<tbody data-part="rows">{rows}</tbody>\n</table>\n</div>\n</div>'
+        f'<th scope="col">time</th></tr></thead>\n<tbody data-part="rows">{rows}</tbody>\n</table>\n</div>\n</div>'
     )
 
 
@@ -188,6 +188,6 @@ def facts(run: Run) -> dict[str, str]:
         "computed": str(second["computed"]),
         "ratio": f"{second['ratio']:.2f}",
         "edited_cached": str(edited["cached"]),
-        "edited_ratio": f"{edited['ratio']:.2f}",
+        "edited_computed": str(edited["computed"]),
         "first_tokens": str(first["tokens"]),
     }

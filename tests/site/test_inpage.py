@@ -345,6 +345,9 @@ def test_a_shared_beginning_and_one_letter(seen: checks.Visit) -> None:
     expect(rows).to_have_count(3)
     expect(rows.nth(2)).to_contain_text("Question 2, the beginning changed")
     expect(rows.nth(2).locator("td").last).to_contain_text(re.compile(r"^\d\.\d\d \(\d+\.\d\d s\)$"))
+    press(page, "Change one letter near the beginning", "prefix")
+    press(page, "Ask question 2", "prefix")  # what was put aside is taken back
+    assert page.evaluate("kvInpage.prefix[3].cached") == len(before) - 1
     press(page, "As it was", "prefix")
     assert page.input_value("#kvi-system") == show.SYSTEM
 
