@@ -15,7 +15,7 @@ import checks
 import make_labs
 import pytest
 from conftest import ROOT, serve
-from playwright.sync_api import Browser, BrowserContext, Page, Route, expect
+from playwright.sync_api import Browser, BrowserContext, Page, expect
 from shared_state import lite
 
 pytestmark = pytest.mark.site
@@ -36,16 +36,8 @@ def answers(lab: str) -> dict[str, str]:
     return {about["grade_id"]: cell.source for cell in cells if (about := cell.metadata.get("nbgrader", {})).get("solution")}
 
 
-def exposed(route: Route) -> None:
-    """JupyterLite's configuration, with its application in reach of the test."""
-    config = json.loads(route.fetch().text())
-    config.setdefault("jupyter-config-data", {})["exposeAppInBrowser"] = True
-    route.fulfill(body=json.dumps(config), content_type="application/json")
-
-
 def opened(page: Page, site: Path, lab: str, *, worked: bool) -> None:
     """Open a lab and wait for its cells."""
-    page.route("**/jupyter-lite.json*", exposed)
     page.goto(f"{serve(site)}/lite/notebooks/index.html?path={lab}.ipynb")
     page.wait_for_function("window.jupyterapp?.shell?.currentWidget?.content?.model?.cells?.length > 3", timeout=BOOT)
     page.wait_for_function(
@@ -173,15 +165,10 @@ def test_outputs_become_bundles(tmp_path: Path) -> None:
         {"cell_type": "code", "metadata": {"tags": ["model"]}, "source": ["loaded = ", "load()"], "outputs": [{"output_type": "stream", "name": "stdout", "text": ["a\n", "b\n"]}, {"output_type": "execute_result", "data": {"text/plain": ["c"], "application/x+json": {"d": 1}}}]},
         {"cell_type": "code", "metadata": {}, "source": "1", "outputs": [{"output_type": "stream", "text": "not this"}]},
     ]  # fmt: skip
-    path = tmp_path / "x.ipynb"
-    path.write_text(json.dumps({"cells": cells}), "utf8")
-    found = json.loads(lite.recorded(path))
+    found = json.loads(lite.recorded(cells))
     assert list(found.values()) == [[{"text/plain": "a\nb"}, {"text/plain": "c", "application/x+json": {"d": 1}}]]
-    path.write_text(json.dumps({"cells": [cell | {"outputs": []} for cell in cells]}), "utf8")
     with pytest.raises(lite.ExtensionError, match="was not executed"):
-        lite.recorded(path)
-    with pytest.raises(lite.ExtensionError, match="build the whole site"):
-        lite.recorded(tmp_path / "none.ipynb")
+        lite.executed(tmp_path / "cache", tmp_path / "none.md")
 
 
 # ---- the page of a lab ---------------------------------------------------------------------------------------------------

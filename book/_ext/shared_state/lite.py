@@ -30,6 +30,9 @@ from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 from sphinx.util import logging
 
+from kvlab import __version__ as version
+from kvlab.inbrowser import key
+
 from .live import library_files
 
 LOG = logging.getLogger(__name__)
@@ -49,7 +52,7 @@ PYTHON = {"sys_platform": "emscripten", "platform_system": "Emscripten", "os_nam
 THEN = (1980, 1, 1, 0, 0, 0)  # the age of every file in a wheel: same files, same bytes
 DATE = 1796000000  # what JupyterLite takes for the age of the notebooks, late in 2026; it shows it
 WELCOME = """\
-*This copy of the lab runs in your browser.* Python starts with the first cell you run and takes a few seconds. The exercises, their checks and all cells that only count run here, on what you write. A browser runs no PyTorch: \
+*This copy of the lab runs in your browser.* Python starts by itself and takes a few seconds. The exercises, their checks and all cells that only count run here, on what you write. A browser runs no PyTorch: \
 cells that need the model show what was recorded with the worked lab, and nothing you write reaches them.
 
 Your work is kept by this browser alone. To keep it elsewhere or hand it in: *File → Download*. The downloaded notebook runs in Jupyter and Colab too, where the model runs.
@@ -83,16 +86,20 @@ def notebook(root: Path, lab: str) -> str:
     return json.dumps(made | {"cells": first + made["cells"]}, indent=1, ensure_ascii=False) + "\n"
 
 
-def recorded(executed: Path) -> str:
-    """What the cells tagged `model` gave, as the JSON that `kvlab.inbrowser` reads. Raises ExtensionError if nothing did."""
-    from kvlab.inbrowser import key
+def executed(cache: Path, source: Path) -> list[dict]:
+    """The cells of a notebook as the build executed them, from jupyter-cache. Raises ExtensionError if it never did."""
+    from jupyter_cache import get_cache
 
-    if not executed.exists():
-        raise ExtensionError(f"{executed} is missing: build the whole site, whose notebooks are executed first")
+    kept = get_cache(str(cache))
+    runs = [record for record in kept.list_cache_records() if record.uri == str(source)]
+    if not runs:
+        raise ExtensionError(f"{source} was not executed: build the site with its notebooks (nb_execution_mode: cache)")
+    return kept.get_cache_bundle(max(runs, key=lambda record: record.created).pk).nb.cells
+
+
+def recorded(cells: Iterable[dict]) -> str:
+    """What the cells tagged `model` gave, as the JSON that `kvlab.inbrowser` reads."""
     found = {}
-    cells = json.loads(executed.read_text("utf8"))["cells"]
-    if not any(cell.get("outputs") for cell in cells):
-        raise ExtensionError(f"{executed} holds no output: its lab was not executed")
     for cell in cells:
         if cell["cell_type"] == "code" and "model" in cell["metadata"].get("tags", []):
             found[key(_text(cell["source"]))] = [
@@ -150,18 +157,17 @@ def installed(name: str) -> tuple[str, dict[str, bytes]]:
     return package.version, {name: path.locate().read_bytes() for name, path in files.items() if path.locate().is_file()}
 
 
-def course(root: Path, executed: Path) -> dict[str, bytes]:
+def course(root: Path, cache: Path) -> dict[str, bytes]:
     """The library for the browser: see `live` for the faults that need PyTorch; and what was recorded for each lab."""
     texts = {path.relative_to(root).as_posix(): path.read_text("utf8") for path in (root / "kvlab").rglob("*.py")}
     texts |= library_files(root)
-    texts |= {f"kvlab/recorded/{lab}.json": recorded(executed / f"{lab}.ipynb") for lab in labs(root)}
+    for lab in labs(root):
+        texts[f"kvlab/recorded/{lab}.json"] = recorded(executed(cache, root / "solutions" / f"{lab}.md"))
     return {path: text.encode() for path, text in texts.items()}
 
 
-def write_wheels(root: Path, executed: Path, kept: Path, folder: Path) -> None:
+def write_wheels(root: Path, cache: Path, kept: Path, folder: Path) -> None:
     """Fill `folder` with wheels and the lock file that tells the kernel about them. Wheels already in `kept` are not packed again."""
-    from kvlab import __version__ as version
-
     lock = json.loads((root / "node_modules/pyodide/pyodide-lock.json").read_text("utf8")) | {"packages": {}}
     folder.mkdir(parents=True, exist_ok=True)
     kept.mkdir(parents=True, exist_ok=True)
@@ -201,7 +207,7 @@ def write_wheels(root: Path, executed: Path, kept: Path, folder: Path) -> None:
         ),
         "micropip": ("1", {"micropip.py": stand_in}),
         "nbformat": (importlib.metadata.version("nbformat"), {"nbformat.py": b""}),
-        "kvlab": (version, course(root, executed)),
+        "kvlab": (version, course(root, cache)),
     }
     made["nbformat"][1]["nbformat.py"] = (
         f'"""For plotly, which asks no more of it."""\n__version__ = "{made["nbformat"][0]}"\n'.encode()
@@ -237,7 +243,11 @@ def settings() -> dict[str, Any]:
     }
     return {
         "jupyter-lite-schema-version": 0,
-        "jupyter-config-data": {"appName": "Shared State", "litePluginSettings": {f"{KERNEL}:kernel": kernel}},
+        "jupyter-config-data": {
+            "appName": "Shared State",
+            "exposeAppInBrowser": True,
+            "litePluginSettings": {f"{KERNEL}:kernel": kernel},
+        },
     }
 
 
@@ -247,7 +257,7 @@ OVERRIDES = {
 }
 
 
-def build(root: Path, work: Path, executed: Path, out: Path) -> bool:
+def build(root: Path, work: Path, cache: Path, out: Path) -> bool:
     """Build or renew `out`. Returns whether JupyterLite itself had to be built. Raises ExtensionError with the builder's words."""
     notebooks = {f"{lab}.ipynb": notebook(root, lab) for lab in labs(root)}
     versions = [
@@ -283,7 +293,7 @@ def build(root: Path, work: Path, executed: Path, out: Path) -> bool:
         done = subprocess.run(command, cwd=project, capture_output=True, text=True)
         if done.returncode:
             raise ExtensionError(f"JupyterLite was not built:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    write_wheels(root, executed, work / "wheels", out / "wheels")
+    write_wheels(root, cache, work / "wheels", out / "wheels")
     stamp.write_text(digest, "utf8")
     return fresh
 
@@ -293,7 +303,7 @@ def build_lite(app: Sphinx, exception: Exception | None) -> None:
     # a draft of the pages, built with -D nb_execution_mode=off, leaves what is there
     if exception is None and app.builder.name == "html" and app.config.nb_execution_mode != "off":
         out = Path(app.outdir)
-        fresh = build(Path(app.confdir), out.parent / "lite", out.parent / "jupyter_execute" / "solutions", out / "lite")
+        fresh = build(Path(app.confdir), out.parent / "lite", Path(app.env.mystnb_config.execution_cache_path), out / "lite")
         LOG.info("JupyterLite %s", "built" if fresh else "is up to date")
 
 
