@@ -11,6 +11,7 @@ import gzip
 import json
 import os
 import platform
+import re
 import zlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,6 +20,8 @@ from typing import Any
 from kvlab.errors import KvlabError
 
 FORMAT = 1
+
+RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 class RunError(KvlabError):
@@ -166,3 +169,15 @@ def recorded(folder: str | Path | None = None) -> list[Run]:
 def short(value: float, digits: int = 4) -> float:
     """`value` with `digits` significant digits: what a recorded run keeps of a measured float."""
     return float(f"{value:.{digits}g}")
+
+
+def number(value: float | None) -> str:
+    """Two significant digits, small ones as 2.2·10⁻⁵."""
+    if value is None:
+        return "–"
+    return f"{value:.2g}" if value == 0 or value >= 0.001 else powers(f"{value:.1e}")
+
+
+def powers(text: str) -> str:
+    """The text with its small numbers as people write them: 2.2·10⁻⁵ for 2.2e-05."""
+    return re.sub(r"(?<=\d)e([+-]\d+)", lambda found: "·10" + str(int(found[1])).translate(RAISED), text)

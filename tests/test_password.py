@@ -139,7 +139,7 @@ def test_wilson(hits, count, low, high):
 
 
 def test_numbers_read_well():
-    from kvlab.show.password import number
+    from kvlab.record import number
 
     assert [number(x) for x in (None, 0.0, 0.000022, 0.00014, 0.035, 14.2)] == ["–", "0", "2.2·10⁻⁵", "1.4·10⁻⁴", "0.035", "14"]
 

@@ -13,7 +13,7 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvlab.record import RunError
+from kvlab.record import RunError, powers
 
 KINDS = ("confirmed", "refined", "refuted", "not measured here")
 
@@ -74,5 +74,5 @@ def table(lab: int | None = None) -> str:
             lines.append(f"- **{claim.id}** *{claim.text}.* Not yet: lab {planned}.")
         for verdict in mine:
             where = "" if lab else f" (lab {verdict.lab}, run `{verdict.run}`)"
-            lines.append(f"- **{claim.id}** *{claim.text}.* **{verdict.kind.capitalize()}.** {verdict.finding}{where}")
+            lines.append(f"- **{claim.id}** *{claim.text}.* **{verdict.kind.capitalize()}.** {powers(verdict.finding)}{where}")
     return "\n".join(lines)

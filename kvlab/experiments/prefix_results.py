@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 
 from kvlab.experiments.prefix import ARMS, epsilon_of, reference_of, verdict_of
-from kvlab.record import Run
+from kvlab.record import Run, powers
 
 
 def epsilon(run: Run) -> float:
@@ -101,7 +101,7 @@ def decisions(run: Run) -> list[tuple[str, str, str, bool]]:
 
     def span(name: str) -> str:
         low, high = found[name]["delta"]
-        return f"{high:.2g}" if f"{low:.1g}" == f"{high:.1g}" else f"{low:.2g} to {high:.2g}"
+        return powers(f"{high:.2g}" if f"{low:.1g}" == f"{high:.1g}" else f"{low:.2g} to {high:.2g}")
 
     rows = [
         (

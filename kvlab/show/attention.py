@@ -9,8 +9,7 @@ import plotly.graph_objects as go
 
 from kvlab.core.ledger import human
 from kvlab.experiments import attention_cost as cost
-from kvlab.record import Run
-from kvlab.show.password import number
+from kvlab.record import Run, number
 from kvlab.show.theme import HEALTHY, MUTED, OWNERS, SEQUENTIAL, SHARED, SICK, apply, switch
 
 FLOOR = 1e-8  # what is equal to the last bit has |Δ| 0, which a logarithmic axis cannot show

@@ -10,7 +10,7 @@ from plotly.subplots import make_subplots
 from kvlab.experiments.allocators import PAPER
 from kvlab.experiments.bookkeeping import OWNERS as NAMES
 from kvlab.faults import ZOO
-from kvlab.record import Run
+from kvlab.record import Run, powers
 from kvlab.show.theme import FREE, HEALTHY, MUTED, OWNERS, SHARED, SICK, apply
 
 FINDABLE = "rgba(176, 136, 24, 0.32)"  # SHARED, faded: nobody holds it, and its old prompt may come again
@@ -343,7 +343,7 @@ def equal_table(run: Run) -> str:
         arm, manager = label.rsplit(", ", 1)
         lines.append(f"| {arm} | {manager} | {found['delta']:.1g} | {found['flips']} of {equal['prompts']} |")
     lines.append(f"| in chunks and batched | DynamicCache | {equal['dynamic']:.1g} | |")
-    return "\n".join(lines)
+    return powers("\n".join(lines))
 
 
 def scenes_table(run: Run) -> str:
@@ -414,10 +414,10 @@ def facts(run: Run) -> dict[str, str]:
     return {
         "prompts": str(equal["prompts"]),
         "arms": str(len(equal["arms"])),
-        "epsilon": f"{equal['epsilon']:.2g}",
-        "alone_delta": f"{max(arm['delta'] for name, arm in equal['arms'].items() if name.startswith('alone')):.1g}",
-        "paged_delta": f"{max(arm['delta'] for arm in equal['arms'].values()):.1g}",
-        "dynamic_delta": f"{equal['dynamic']:.1g}",
+        "epsilon": powers(f"{equal['epsilon']:.2g}"),
+        "alone_delta": powers(f"{max(arm['delta'] for name, arm in equal['arms'].items() if name.startswith('alone')):.1g}"),
+        "paged_delta": powers(f"{max(arm['delta'] for arm in equal['arms'].values()):.1g}"),
+        "dynamic_delta": powers(f"{equal['dynamic']:.1g}"),
         "paged_flips": str(sum(arm["flips"] for arm in equal["arms"].values())),
         "block_bytes": f"{equal['block_bytes']['measured']:,}",
         "token_bytes": f"{run.data['token_bytes']:,}",
@@ -426,7 +426,7 @@ def facts(run: Run) -> dict[str, str]:
         "sick_told": str(sum(row["sick"]["said"] != "none" for row in rows)),
         "sick_whole": str(sum(row["sick"]["said"] == "all" for row in rows)),
         "healthy_told": str(sum(row["healthy"]["said"] != "none" for row in rows)),
-        "healthy_delta": f"{max(row['healthy']['delta'] for row in rows):.1g}",
+        "healthy_delta": powers(f"{max(row['healthy']['delta'] for row in rows):.1g}"),
         "sick_delta": f"{min(row['sick']['delta'] for row in rows):.2g}",
         "caught_by_check": str(sum(bool(row["complaint"]) for row in rows)),
         "caught_by_scan": str(sum(bool(row["findings"]) for row in rows)),

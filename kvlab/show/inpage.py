@@ -7,9 +7,8 @@ import math
 import re
 
 from kvlab.experiments.leak import USER_A, USER_B
-from kvlab.record import Run
+from kvlab.record import Run, number
 from kvlab.runtime.weights import Bundled
-from kvlab.show.password import number
 
 A, B = USER_A, USER_B.strip()  # the page puts the space between two messages back
 SYSTEM = (

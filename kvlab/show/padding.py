@@ -13,8 +13,8 @@ from plotly.subplots import make_subplots
 
 from kvlab.core import padding as by_hand
 from kvlab.experiments.padding import ARMS, KINDS, LAYER_ARMS, difference_of, epsilon, largest, outcome, verdicts
-from kvlab.record import Run
-from kvlab.show.password import SHORT, number
+from kvlab.record import Run, number
+from kvlab.show.password import SHORT
 from kvlab.show.theme import HEALTHY, HEALTHY_TO_SICK, MUTED, OWNERS, SICK, apply, switch
 
 FLOOR = 1e-12  # a KL of 0 has no place on a logarithmic scale

@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 
 from kvlab.experiments import confusion
 from kvlab.experiments.password import ARMS
-from kvlab.record import Run
+from kvlab.record import Run, number
 from kvlab.show.theme import HEALTHY, HEALTHY_TO_SICK, MUTED, SICK, apply, switch
 
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
@@ -291,16 +291,6 @@ def leak_switch(run: Run) -> str:
 <p class="leak-turn leak-model leak-reset"><span class="leak-who">The model, cache reset</span> {answer("reset")}</p>
 <p class="leak-turn leak-model leak-kept"><span class="leak-who">The model, cache kept</span> {answer("kept")}</p>
 </div></div>"""
-
-
-def number(value: float | None) -> str:
-    """Two significant digits, small ones as 2.2·10⁻⁵."""
-    if value is None:
-        return "–"
-    if value == 0 or value >= 0.001:
-        return f"{value:.2g}"
-    digits, power = f"{value:.1e}".split("e")
-    return f"{digits}·10{str(int(power)).translate(str.maketrans('-0123456789', '⁻⁰¹²³⁴⁵⁶⁷⁸⁹'))}"
 
 
 def facts(run: Run) -> dict[str, str]:

@@ -9,8 +9,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from kvlab.experiments import prefix_results as results
-from kvlab.record import Run
-from kvlab.show.password import number
+from kvlab.record import Run, number
 from kvlab.show.theme import FREE, HEALTHY, MUTED, OWNERS, PAD, SHARED, SICK, apply
 
 FLOOR = 1e-6  # identical runs have |Δlogit| 0, which a logarithmic axis cannot show

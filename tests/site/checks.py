@@ -6,6 +6,7 @@ it found, as sentences. `test_checks.py` shows each of them a page it must objec
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -69,6 +70,14 @@ def external_requests(seen: Visit) -> list[str]:
     home = urlparse(seen.page.url)
     strangers = [url for url in seen.requests if urlparse(url).scheme not in {"data", "blob", "about"}]
     return [f"asks {url}" for url in strangers if (urlparse(url).scheme, urlparse(url).netloc) != (home.scheme, home.netloc)]
+
+
+def raw_exponents(seen: Visit) -> list[str]:
+    """No number in the prose stands as the computer writes it, such as 4e-05; code and its output may."""
+    text = BeautifulSoup(seen.page.content(), "html.parser")
+    for tag in text.find_all(["pre", "code", "script", "style", "svg", "textarea"]):
+        tag.decompose()
+    return [f"reads {found}" for found in re.findall(r"\S*\d[eE][+-]\d\d\b.{0,30}", text.get_text())]
 
 
 def complaints(seen: Visit) -> list[str]:

@@ -53,6 +53,11 @@ CASES: dict[str, tuple[Callable, str, str]] = {
     ),
     "low contrast": (checks.axe_violations, '<p style="color:#bbb">Faint</p>', '<p style="color:#333">Clear</p>'),
     "an image without a text": (checks.axe_violations, '<img src="data:image/gif;base64,R0lGODlhAQABAAAAACw=">', "<p>T</p>"),
+    "a number as the computer writes it": (
+        checks.raw_exponents,
+        "<p>at most 4e-05</p>",
+        "<p>at most 4·10⁻⁵; model2e</p><pre>4e-05</pre>",
+    ),
     "a box 600 px wide": (checks.sideways, '<div style="width:600px">Wide</div>', '<div style="width:300px">Fits</div>'),
 }
 

@@ -21,7 +21,7 @@ def test_page_on_a_desktop(browser: Browser, site: Path, name: str) -> None:
     with checks.visit(browser, f"{serve(site)}/{name}.html", viewport=checks.DESKTOP, mode="light") as seen:
         problems = checks.too_heavy(seen) + checks.iconless(seen) + checks.python_unasked(seen)
         problems += checks.undrawn_figures(seen) + checks.untypeset_math(seen) + checks.missing_widgets(seen)
-        problems += checks.axe_violations(seen)
+        problems += checks.axe_violations(seen) + checks.raw_exponents(seen)
         checks.switch_mode(seen.page, "dark")
         problems += checks.axe_violations(seen, only=["color-contrast"])
         problems += checks.external_requests(seen) + checks.complaints(seen)
