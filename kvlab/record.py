@@ -172,9 +172,11 @@ def short(value: float, digits: int = 4) -> float:
 
 
 def number(value: float | None) -> str:
-    """Two significant digits, small ones as 2.2·10⁻⁵."""
+    """Two significant digits, or all of a number from 100 on; small ones as 2.2·10⁻⁵."""
     if value is None:
         return "–"
+    if value >= 99.5:
+        return f"{value:,.0f}"
     return f"{value:.2g}" if value == 0 or value >= 0.001 else powers(f"{value:.1e}")
 
 

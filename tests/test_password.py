@@ -141,7 +141,16 @@ def test_wilson(hits, count, low, high):
 def test_numbers_read_well():
     from kvlab.record import number
 
-    assert [number(x) for x in (None, 0.0, 0.000022, 0.00014, 0.035, 14.2)] == ["–", "0", "2.2·10⁻⁵", "1.4·10⁻⁴", "0.035", "14"]
+    assert [number(x) for x in (None, 0.0, 0.000022, 0.00014, 0.035, 14.2, 99.9, 1234.5)] == [
+        "–",
+        "0",
+        "2.2·10⁻⁵",
+        "1.4·10⁻⁴",
+        "0.035",
+        "14",
+        "100",
+        "1,234",
+    ]
 
 
 def test_wilson_needs_trials():

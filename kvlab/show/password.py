@@ -102,7 +102,7 @@ def separation(run: Run) -> go.Figure:
         fig.add_annotation(x=math.log10(bound), y=row + 0.46, text=f"ε = {number(bound)}", showarrow=False, yanchor="bottom")
     fig.update_xaxes(
         type="log",
-        title="largest |Δlogit| of a run: every fourth, and each arm's extremes (identical runs at the left edge)",
+        title="largest |Δlogit| of a run (identical runs at the left edge)",
         exponentformat="power",
     )
     fig.update_yaxes(tickvals=list(range(len(dtypes))), ticktext=[SHORT[d] for d in dtypes], range=[-0.6, len(dtypes) - 0.25])

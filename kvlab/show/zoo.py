@@ -8,7 +8,7 @@ import html
 from kvlab import record
 from kvlab.experiments.zoo import SIGNS
 from kvlab.faults import ZOO, Fault
-from kvlab.record import Run
+from kvlab.record import Run, powers
 
 HEARD = ("no detector", "a detector")
 
@@ -38,7 +38,7 @@ def speech(told: dict) -> list[str]:
     lines = [told["sentence"]] if told.get("kind") == "state fault" else []
     if told.get("log"):
         lines.append(f"The log: {told['log']}.")
-    return lines + [f"{word}." for word in told["words"]]
+    return [powers(line) for line in [*lines, *(f"{word}." for word in told["words"])]]
 
 
 def numbers(told: dict) -> str:
@@ -49,7 +49,7 @@ def numbers(told: dict) -> str:
     flip = "no token differs"
     if told["first"] is not None:
         flip = f"token {told['first']} differs, where the margin was {told['margin']:.2g}"
-    return f"|Δlogit| {delta}, ε {told['epsilon']:.1g}; {flip}"
+    return powers(f"|Δlogit| {delta}, ε {told['epsilon']:.1g}; {flip}")
 
 
 def text(entry: Fault, run: Run | None = None) -> str:
@@ -143,8 +143,8 @@ def facts(run: Run) -> dict[str, str]:
         "least": f"{judged[least]['delta']:.2g}",
         "least_name": least,
         "most": f"{max(known):.2g}",
-        "epsilon": f"{judged[least]['epsilon']:.1g}",
-        "off_most": f"{max(off):.1g}",
+        "epsilon": powers(f"{judged[least]['epsilon']:.1g}"),
+        "off_most": powers(f"{max(off):.1g}"),
         "silent": str(len(silent)),
         "silent_names": ", ".join(silent) or "none",
         "logged": str(len(logged)),
@@ -152,7 +152,7 @@ def facts(run: Run) -> dict[str, str]:
         "blind": str(len(blind)),
         "blind_open": str(sum(ZOO[name].family in judged[name]["named"] for name in blind)),
         "blind_wrong": ", ".join(name for name in blind if ZOO[name].family not in judged[name]["named"]) or "none",
-        "afar_epsilon": f"{judged['angles-in-bf16']['epsilon']:.1g}",
+        "afar_epsilon": powers(f"{judged['angles-in-bf16']['epsilon']:.1g}"),
         "cases": str(len({case for name in outcomes for case in ZOO[name].cases})),
         "repositories": str(len({case.partition("#")[0] for name in outcomes for case in ZOO[name].cases})),
     }

@@ -91,15 +91,20 @@ _FIGURES = """() => [...document.querySelectorAll('.kv-figure')].map(figure => {
   const marks = [...plot.querySelectorAll(
     '.trace path, .trace image, .trace rect, .trace text, .hm image, .heatmaplayer image, .slice path, .shapelayer path,' +
     '.annotation-text, .gl-container canvas, .table-control-view path')].filter(big);
+  const paper = plot.getBoundingClientRect();
+  const cut = [...plot.querySelectorAll('.xtitle, .ytitle, .gtitle')].filter(big).filter(title => {
+    const box = title.getBoundingClientRect();
+    return box.left < paper.left - 2 || box.right > paper.right + 2 || box.top < paper.top - 2 || box.bottom > paper.bottom + 2;
+  }).map(title => title.textContent);
   return {
-    name: plot.getAttribute('aria-label') || '', state: figure.dataset.state || 'not drawn',
+    cut, name: plot.getAttribute('aria-label') || '', state: figure.dataset.state || 'not drawn',
     said: plot.innerText.slice(0, 200), marks: marks.length, width: plot.scrollWidth, room: figure.parentElement.clientWidth,
   };
 })"""
 
 
 def undrawn_figures(seen: Visit) -> list[str]:
-    """Every figure, once scrolled to, is drawn with something in it, has a name, and fits its column."""
+    """Every figure, once scrolled to, is drawn with something in it, has a name, and fits its column, with its titles."""
     for handle in seen.page.query_selector_all(".kv-figure"):
         handle.scroll_into_view_if_needed()
         seen.page.wait_for_function("figure => ['drawn', 'failed'].includes(figure.dataset.state)", arg=handle)
@@ -112,6 +117,7 @@ def undrawn_figures(seen: Visit) -> list[str]:
             problems.append(f"{which} is {figure['state']}: {figure['said']}")
         elif not figure["marks"]:
             problems.append(f"{which} is empty")
+        problems += [f"{which} cuts off the title {title!r}" for title in figure["cut"]]
         if figure["width"] > figure["room"] + 1:
             problems.append(f"{which} is {figure['width']} px wide in a column of {figure['room']}")
     return problems

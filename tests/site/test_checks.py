@@ -20,6 +20,15 @@ THEME = Path(pydata_sphinx_theme.__file__).parent / "theme" / "pydata_sphinx_the
 ICONS = icons_css((THEME / "scripts" / "fontawesome.js").read_text("utf8"))
 EMPTY_FIGURE = figure_html({"data": [], "layout": {"meta": {"alt": "Nothing."}, "height": 200}})
 NAMELESS_FIGURE = figure_html({"data": [{"type": "bar", "y": [1, 2]}], "layout": {"height": 200}})
+LONG = (
+    "a title so long that it will not stand under a figure as wide as the window of a telephone, however small its letters are"
+)
+CUT_FIGURE = figure_html(
+    {
+        "data": [{"type": "bar", "y": [1, 2]}],
+        "layout": {"meta": {"alt": "Two."}, "yaxis": {"title": {"text": LONG}}, "height": 200},
+    }
+)
 BROKEN_FIGURE = GOOD_FIGURE.replace('"data":', '"data"::')
 KATEX = katex_html(ROOT / "node_modules" / "katex" / "dist" / "katex.min.js", r"\frac{1}{2}", False)
 MATH = f'<link rel="stylesheet" href="vendor/katex/katex.min.css"><span class="math">{KATEX}</span>'
@@ -32,6 +41,7 @@ CASES: dict[str, tuple[Callable, str, str]] = {
     "a file that is missing": (checks.complaints, '<img alt="" src="missing.png">', "<p>Text</p>"),
     "an empty figure": (checks.undrawn_figures, EMPTY_FIGURE, GOOD_FIGURE),
     "a figure without a name": (checks.undrawn_figures, NAMELESS_FIGURE, GOOD_FIGURE),
+    "a title that is cut off": (checks.undrawn_figures, CUT_FIGURE, CUT_FIGURE.replace('"yaxis"', '"xaxis"')),
     "a figure that fails": (checks.undrawn_figures, BROKEN_FIGURE, GOOD_FIGURE),
     "a formula left as it is": (checks.untypeset_math, '<div class="math">x^2</div>', MATH),
     "a formula without its style": (checks.untypeset_math, f'<span class="math">{KATEX}</span>', MATH),

@@ -59,11 +59,14 @@
     };
   }
 
-  // What a narrow figure changes: smaller type, a title of several lines, and no drag, so that a finger scrolls the page
+  // What a narrow figure changes: smaller type, titles of several lines, and no drag, so that a finger scrolls the page
   function narrowed(layout) {
+    const axes = Object.entries(layout).filter(([name, axis]) => /^xaxis\d*$/.test(name) && axis.title?.text);
+    const titled = ([name, axis]) => [name, { ...axis, title: { ...axis.title, text: wrapped(axis.title.text, 18) } }];
     const title = typeof layout.title === "string" ? { text: layout.title } : layout.title;
     return {
       ...layout,
+      ...Object.fromEntries(axes.map(titled)),
       dragmode: false,
       font: { ...layout.font, size: 12 },
       title: title && { ...title, text: wrapped(title.text ?? "", 44), font: { ...title.font, size: 14 } },
