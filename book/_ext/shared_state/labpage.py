@@ -101,8 +101,11 @@ def copy_labs(app: Sphinx, exception: Exception | None) -> None:
     if exception is not None or app.builder.format != "html":
         return
     root, folder = Path(app.confdir), Path(app.outdir, FOLDER)
+    notebooks = sorted((root / "labs").glob("[0-9]*.ipynb"))
+    if not notebooks:
+        return
     folder.mkdir(parents=True, exist_ok=True)
-    for path in sorted((root / "labs").glob("[0-9]*.ipynb")):
+    for path in notebooks:
         shutil.copyfile(path, folder / path.name)
     (folder / PACKAGE).write_bytes(package(root))
 

@@ -301,7 +301,9 @@ def build(root: Path, work: Path, cache: Path, out: Path) -> bool:
 def build_lite(app: Sphinx, exception: Exception | None) -> None:
     """Build JupyterLite into the site, when its pages are written and its notebooks executed."""
     # a draft of the pages, built with -D nb_execution_mode=off, leaves what is there
-    if exception is None and app.builder.name == "html" and app.config.nb_execution_mode != "off":
+    if exception is not None or app.builder.name != "html" or app.config.nb_execution_mode == "off":
+        return
+    if labs(Path(app.confdir)):
         out = Path(app.outdir)
         fresh = build(Path(app.confdir), out.parent / "lite", Path(app.env.mystnb_config.execution_cache_path), out / "lite")
         LOG.info("JupyterLite %s", "built" if fresh else "is up to date")
