@@ -1,29 +1,55 @@
 """A lab in the reader's browser: cells that need the model show what was recorded, all others run.
 
-A browser runs Python, and no PyTorch. The copy of a lab that the course's site opens in JupyterLite begins with
-
-    from kvlab import inbrowser
-    inbrowser.start("05-blocks")
-
-and is the lab itself from there on. What the worked lab gave when the site was built lies beside this module, found by the
-cell's own text: a cell that is changed runs as it stands.
+A browser runs Python, and no PyTorch. The copy of this package that goes with the course's site calls `start` when it is
+imported; nothing else does. What the worked labs gave when the site was built lies beside this module, found by the cell's
+own text: a cell that is changed runs as it stands, and says what it lacks.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.resources import files
+from typing import Any, NoReturn
 
 NEEDS = ("torch", "transformers", "safetensors", "tokenizers")
+NOTE = "Recorded with the worked lab; the model does not run in this browser."
 REFUSED = (
-    "{name} does not run in a browser, and this cell needs it. Cells of the lab that need the model show what was recorded if they "
-    "are left as they were; to change one, open the lab with a kernel of its own (the course's page “Set up”)."
+    "{name} {needs}, which does not run in a browser. Cells that need the model show what was recorded as long as they are left as "
+    "they were. To change one, take the notebook to a kernel of its own (the course's page “Set up”)."
 )
+
+
+class NeedsModel(RuntimeError):
+    """Something was asked of the model. In a notebook it is shown without a traceback."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [str(self)]
+
+
+class NotHere:
+    """Stands for what a recorded cell would have made: whatever is asked of it raises NeedsModel."""
+
+    def __init__(self, name: str) -> None:
+        self._says = REFUSED.format(name=f"`{name}`", needs="comes from a cell that needs the model")
+
+    def __repr__(self) -> str:
+        return self._says
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise NeedsModel(self._says)
+
+    __call__ = __getitem__ = __iter__ = __len__ = __contains__ = __enter__ = __bool__ = _refuse
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        self._refuse()
 
 
 def key(source: str) -> str:
@@ -32,22 +58,50 @@ def key(source: str) -> str:
 
 
 class Recorded:
-    """The recorded outputs of a lab: key of a cell → list of MIME bundles."""
+    """The recorded outputs of the labs, key of a cell → list of MIME bundles; `names` is what the notebook's code sees."""
 
-    def __init__(self, outputs: dict[str, list[dict]], show: Callable[[dict], None]) -> None:
-        self.outputs, self._show = outputs, show
+    def __init__(self, outputs: dict[str, list[dict]], show: Callable[[dict], None], names: dict[str, Any]) -> None:
+        self.outputs, self._show, self._names = outputs, show, names
 
     def transform(self, lines: list[str]) -> list[str]:
         """The lines of a cell as they are or, where outputs are recorded, one that shows these."""
-        found = key("".join(lines))
-        return [f"__import__('kvlab.inbrowser').inbrowser.recorded.show({found!r})\n"] if found in self.outputs else lines
+        source = "".join(lines)
+        if key(source) not in self.outputs:
+            return lines
+        return [f"__import__('kvlab.inbrowser').inbrowser.recorded.show({source!r})\n"]
 
-    def show(self, found: str) -> None:
-        """Display the outputs of a cell, and say what they are."""
-        note = "Recorded with the worked lab; the model does not run in this browser."
-        self._show({"text/markdown": f"*{note}*", "text/plain": note})
-        for bundle in self.outputs[found]:
+    def show(self, source: str) -> None:
+        """Display the outputs of a cell, say what they are, and put something under each name it would have given."""
+        self._show({"text/markdown": f"*{NOTE}*", "text/plain": NOTE})
+        bundles = self.outputs[key(source)]
+        for bundle in bundles:
             self._show(bundle)
+        self._name(ast.parse(source), bundles)
+
+    def _name(self, tree: ast.Module, bundles: list[dict]) -> None:
+        """What can be imported is; a value that a cell only shows is what was shown; all else is NotHere."""
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                try:
+                    exec(compile(ast.Module([node], []), "<recorded>", "exec"), self._names)
+                except ImportError:
+                    pass
+        for name in stored(tree):
+            self._names.setdefault(name, NotHere(name))
+        match tree.body:
+            case [ast.Expr(ast.Name(name))] if len(bundles) == 1:
+                self._names[name] = ast.literal_eval(bundles[0]["text/plain"])
+
+
+def stored(tree: ast.AST) -> Iterator[str]:
+    """The names that running a cell would give something to, at its top level."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from ((alias.asname or alias.name).partition(".")[0] for alias in node.names)
 
 
 class NoModel(MetaPathFinder):
@@ -55,29 +109,27 @@ class NoModel(MetaPathFinder):
 
     def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: object = None) -> None:
         """Raises ModuleNotFoundError for what NEEDS names; finds nothing."""
-        if fullname.partition(".")[0] in NEEDS:
-            raise ModuleNotFoundError(REFUSED.format(name=fullname.partition(".")[0]), name=fullname)
+        name = fullname.partition(".")[0]
+        if name in NEEDS:
+            raise ModuleNotFoundError(REFUSED.format(name="This", needs=f"needs {name}"), name=fullname)
 
 
 recorded: Recorded | None = None
 
 
-def start(lab: str) -> None:
-    """Begin a lab: from the next cell on, the lab's cells that need the model show what was recorded.
-
-    Raises FileNotFoundError where nothing is recorded, as in any kernel that the site did not start, which needs no such thing.
-    """
+def start() -> None:
+    """From the next cell on, the labs' cells that need the model show what was recorded. Does nothing outside a notebook."""
     global recorded
-    text = files("kvlab").joinpath("recorded", f"{lab}.json").read_text("utf8")
     from IPython import get_ipython
     from IPython.display import display
 
     shell = get_ipython()
-    if recorded is not None:
-        shell.input_transformers_post.remove(recorded.transform)
-    recorded = Recorded(json.loads(text), lambda bundle: display(bundle, raw=True))
+    if shell is None or recorded is not None:
+        return
+    texts = (path.read_text("utf8") for path in files("kvlab").joinpath("recorded").iterdir())
+    outputs = {key: bundles for text in texts for key, bundles in json.loads(text).items()}
+    recorded = Recorded(outputs, lambda bundle: display(bundle, raw=True), shell.user_ns)
     shell.input_transformers_post.append(recorded.transform)
     os.environ["PLOTLY_RENDERER"] = "plotly_mimetype"  # JupyterLab draws; the other renderers send the library along
-    if not any(isinstance(finder, NoModel) for finder in sys.meta_path):
-        sys.meta_path.append(NoModel())
-    print(f"Ready. {len(recorded.outputs)} cells of this lab need the model and show what was recorded; the rest runs here.")
+    sys.meta_path.append(NoModel())
+    print("In the browser: cells that need the model show what was recorded; all others run here, on what you write.")

@@ -13,7 +13,9 @@ from IPython.core.interactiveshell import InteractiveShell
 
 import kvlab
 from kvlab import inbrowser
-from kvlab.inbrowser import NoModel, Recorded, key
+from kvlab.inbrowser import NeedsModel, NoModel, Recorded, key, stored
+
+MODEL_CELL = "import torchless_thing as thing\nfrom math import pi\nloaded = thing.load()\nrows = [1]\nloaded"
 
 
 @pytest.fixture
@@ -23,17 +25,39 @@ def shown() -> list[dict]:
 
 @pytest.fixture
 def recorded(shown: list[dict], monkeypatch: pytest.MonkeyPatch) -> Recorded:
-    made = Recorded({key("loaded = load()\nloaded"): [{"text/plain": "a model"}, {"text/plain": "and more"}]}, shown.append)
+    outputs = {
+        key(MODEL_CELL): [{"text/plain": "a model"}, {"text/plain": "and more"}],
+        key("measured"): [{"text/plain": "{'a': 1.5}"}],
+    }
+    made = Recorded(outputs, shown.append, {"rows": "the reader's own"})
     monkeypatch.setattr(inbrowser, "recorded", made)
     return made
 
 
+def run(recorded: Recorded, cell: str) -> dict:
+    """Run a cell as the notebook would; return the names it sees."""
+    exec("".join(recorded.transform(cell.splitlines(keepends=True))), recorded._names)
+    return recorded._names
+
+
 def test_a_recorded_cell_shows_its_outputs_and_says_what_they_are(recorded: Recorded, shown: list[dict]) -> None:
-    lines = recorded.transform(["loaded = load()\n", "loaded\n"])
-    assert len(lines) == 1
-    exec(lines[0])
-    assert "Recorded" in shown[0]["text/plain"]
-    assert [bundle["text/plain"] for bundle in shown[1:]] == ["a model", "and more"]
+    run(recorded, MODEL_CELL + "\n")
+    assert [bundle["text/plain"] for bundle in shown] == [inbrowser.NOTE, "a model", "and more"]
+
+
+def test_names_of_a_recorded_cell_import_or_say_why_not(recorded: Recorded) -> None:
+    """What needs no model is there; a name of the reader's stays his; all else says one sentence, whatever is asked of it."""
+    names = run(recorded, MODEL_CELL)
+    assert names["pi"] == 3.141592653589793 and names["rows"] == "the reader's own"
+    for ask in ("loaded.spec", "loaded()", "loaded[0]", "for _ in loaded: pass", "thing.load", "bool(loaded)"):
+        with pytest.raises(NeedsModel, match="does not run in a browser"):
+            exec(ask, names)
+    assert "`loaded`" in repr(names["loaded"])
+    assert NeedsModel("one sentence")._render_traceback_() == ["one sentence"]
+
+
+def test_a_value_that_is_shown_can_be_used(recorded: Recorded) -> None:
+    assert run(recorded, "measured")["measured"] == {"a": 1.5}
 
 
 @pytest.mark.parametrize("cell", ["loaded = load()\nloaded.spec\n", "1 + 1\n", ""])
@@ -50,29 +74,33 @@ def test_a_missing_model_says_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(sys, "meta_path", [NoModel()])
     for name in [name for name in sys.modules if name.partition(".")[0] == "tokenizers"]:
         monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(ModuleNotFoundError, match="tokenizers does not run in a browser.*kernel of its own"):
+    with pytest.raises(ModuleNotFoundError, match="needs tokenizers, which does not run in a browser.*kernel of its own"):
         import tokenizers  # noqa: F401
     assert NoModel().find_spec("torchlike") is None and NoModel().find_spec("json") is None
 
 
-def test_start_takes_over_the_cells_of_the_lab_and_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_start_takes_over_the_cells_of_the_labs_and_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     package = tmp_path / "recorded"
     package.mkdir()
-    (package / "99-none.json").write_text(json.dumps({key("model"): [{"text/plain": "it said this"}]}), "utf8")
+    for lab, cell in (("98-one", "model"), ("99-two", "other")):
+        (package / f"{lab}.json").write_text(json.dumps({key(cell): [{"text/plain": f"{cell} said this"}]}), "utf8")
     shell = InteractiveShell()
     monkeypatch.setattr(inbrowser, "files", lambda name: tmp_path)
+    monkeypatch.setattr(inbrowser, "recorded", None)
+    monkeypatch.setattr("IPython.get_ipython", lambda: None)
+    inbrowser.start()  # no notebook: nothing happens
+    assert inbrowser.recorded is None
     monkeypatch.setattr("IPython.get_ipython", lambda: shell)
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
-    monkeypatch.setattr(inbrowser, "recorded", None)
     monkeypatch.setenv("PLOTLY_RENDERER", "")
     for _ in range(2):
-        inbrowser.start("99-none")
+        inbrowser.start()
     assert len(shell.input_transformers_post) == 1 and sum(isinstance(f, NoModel) for f in sys.meta_path) == 1
     capsys.readouterr()
     shell.run_cell("model")
-    assert "it said this" in capsys.readouterr().out
-    with pytest.raises(FileNotFoundError):
-        inbrowser.start("98-none")
+    shell.run_cell("other")
+    told = capsys.readouterr().out
+    assert "model said this" in told and "other said this" in told
 
 
 @pytest.mark.parametrize("lab", ["02-ledger", "05-blocks", "06-prefix"])
@@ -86,16 +114,12 @@ def test_cells_that_are_not_marked_use_no_name_of_those_that_are(lab: str) -> No
         if cell.cell_type != "code":
             continue
         tree = ast.parse(cell.source)
-        defined = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-        defined |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-        defined |= {
-            (alias.asname or alias.name).split(".")[0]
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Import | ast.ImportFrom)
-            for alias in node.names
-        }
+        defined = set(stored(tree))
         if "model" in cell.metadata.get("tags", []):
             missing |= defined - known
+            match tree.body:
+                case [ast.Expr(ast.Name(shown))]:  # a value that was recorded
+                    missing.discard(shown)
         else:
             used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
             problems += [f"{name!r} in: {cell.source.splitlines()[0]}" for name in sorted(used & missing - defined)]

@@ -344,13 +344,6 @@ def long_table(run: Run) -> str:
     return "\n".join(lines)
 
 
-def predictions(guessed: dict[str, float], measured: dict[str, float]) -> str:
-    """Markdown: what a reader guessed beside what was measured."""
-    lines = ["| | guessed | measured |", "|---|---:|---:|"]
-    lines += [f"| {name} | {number(guessed[name])} | {number(measured[name])} |" for name in guessed]
-    return "\n".join(lines)
-
-
 def facts(run: Run) -> dict[str, str]:
     """The numbers chapter 6 says in its prose, by name, as text."""
     found, together, long = results.arms(run), run.data["together"], run.data["long_prompt"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvlab.record import Run
+from kvlab.record import Run, number
 
 
 def recorded_runs(runs: Iterable[Run]) -> str:
@@ -31,4 +31,11 @@ def recorded_runs(runs: Iterable[Run]) -> str:
             f"`{m.command}`",
         )
         lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
+
+
+def predictions(guessed: dict[str, float], measured: dict[str, float]) -> str:
+    """Markdown: what a reader guessed beside what was measured."""
+    lines = ["| | guessed | measured |", "|---|---:|---:|"]
+    lines += [f"| {name} | {number(guessed[name])} | {number(measured[name])} |" for name in guessed]
     return "\n".join(lines)

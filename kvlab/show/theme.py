@@ -1,7 +1,8 @@
 """One look for every figure: the colours, the Plotly template, and `apply`, which gives a figure both and a name.
 
 The site's style sheet holds the same colours as CSS variables; a test keeps the two equal. Each colour has at least 3:1
-contrast with the page in light and in dark mode, so one figure serves both; backgrounds are transparent.
+contrast with the page in light and in dark mode, so one figure serves both. A notebook, whose mode is not known, shows it on
+paper; the site draws it on the page.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def owner(name: str | int) -> str:
 
 
 def template() -> go.layout.Template:
-    """Return the Plotly template of the course: transparent, the course's type and colours, quiet axes."""
+    """Return the Plotly template of the course: the course's type and colours, quiet axes."""
     import plotly.graph_objects as go
 
     axis = {
@@ -76,7 +77,7 @@ def template() -> go.layout.Template:
                 "pad": {"t": 6, "b": 10, "l": 4},
                 "automargin": True,
             },
-            "paper_bgcolor": "rgba(0,0,0,0)",
+            "paper_bgcolor": PAPER,
             "plot_bgcolor": "rgba(0,0,0,0)",
             "colorway": list(OWNERS.values()),
             "xaxis": axis,

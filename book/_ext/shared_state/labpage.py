@@ -53,13 +53,11 @@ def bar(lab: str, to: Any, *, in_browser: bool, repository: str) -> str:
         if repository
         else to("book/setup.html") + "#colab"
     )
-    lite = (
-        f'<a class="kv-button kv-main" href="{to("lite/notebooks/index.html")}?path={file}" data-lite>Open in the browser</a>'
-    )
+    lite = f'<a class="kv-button kv-main" href="{to("lite/notebooks/index.html")}?path={file}" target="_blank" data-lite>Open in the browser</a>'
     return (
         '<div class="kv-lab" role="group" aria-label="Work on this lab"><p>'
         + (lite if in_browser else "")
-        + f'<a class="kv-button" href="{escape(colab)}">Open in Colab</a>'
+        + f'<a class="kv-button" href="{escape(colab)}">{"Open in Colab" if repository else "How to open in Colab"}</a>'
         + f'<a class="kv-button" href="{to(f"{FOLDER}/{file}")}" download>Download the notebook</a>'
         + '<button type="button" class="kv-button" data-answers aria-pressed="false" hidden>Show the answers</button></p>'
         + f'<p class="kv-lab-says" role="status">{IN_BROWSER if in_browser else NEEDS_KERNEL}'

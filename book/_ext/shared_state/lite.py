@@ -1,6 +1,6 @@
 """JupyterLite beside the site: labs whose exercises need no PyTorch, in a notebook that runs in the reader's browser.
 
-Under `lite/` lie JupyterLite itself, built by its own builder; `files/`, the labs, each behind two cells that say where one is;
+Under `lite/` lie JupyterLite itself, built by its own builder; `files/`, the labs, each behind a cell that says where one is;
 and `wheels/`, what the kernel imports. Those are the packages of this environment, as pip put them here, packed again; so the
 notebooks run the versions that requirements.txt pins, and nothing is fetched from elsewhere, now or later. Python itself is the
 page's own (see `vendor`).
@@ -52,10 +52,17 @@ PYTHON = {"sys_platform": "emscripten", "platform_system": "Emscripten", "os_nam
 THEN = (1980, 1, 1, 0, 0, 0)  # the age of every file in a wheel: same files, same bytes
 DATE = 1796000000  # what JupyterLite takes for the age of the notebooks, late in 2026; it shows it
 WELCOME = """\
-*This copy of the lab runs in your browser.* Python starts by itself and takes a few seconds. The exercises, their checks and all cells that only count run here, on what you write. A browser runs no PyTorch: \
-cells that need the model show what was recorded with the worked lab, and nothing you write reaches them.
+*This copy of the lab runs in your browser.* Python starts by itself, in ten seconds or so. The exercises, their checks and all cells that only count run here, on what you write. A browser runs no PyTorch: cells that need the model show what was \
+recorded with the worked lab, and nothing you write reaches them.
 
-Your work is kept by this browser alone. To keep it elsewhere or hand it in: *File → Download*. The downloaded notebook runs in Jupyter and Colab too, where the model runs.
+Your work is kept by this browser alone, and Python forgets when the page is closed: after coming back, *Run → Run All Cells*. A cell that never ends is ended by *Kernel → Restart Kernel*. To keep your work elsewhere or hand it in: *File → Download*. \
+The downloaded notebook runs in Jupyter and Colab too, where the model runs, and where lines that begin with `!` or `%pip` and the command `kvlab` do.
+"""
+HOOK = """
+
+from kvlab import inbrowser  # noqa: E402
+
+inbrowser.start()
 """
 
 
@@ -68,22 +75,12 @@ def labs(root: Path) -> list[str]:
 
 
 def notebook(root: Path, lab: str) -> str:
-    """The lab as an .ipynb file's text, behind a word on where it runs and the cell that prepares for it."""
+    """The lab as an .ipynb file's text, behind a word on where it runs."""
     made = json.loads((root / "labs" / f"{lab}.ipynb").read_text("utf8"))
-    first = [
-        {"cell_type": "markdown", "id": "in-your-browser", "metadata": {}, "source": WELCOME},
-        {
-            "cell_type": "code",
-            "id": "start",
-            "metadata": {},
-            "execution_count": None,
-            "outputs": [],
-            "source": f'from kvlab import inbrowser\n\ninbrowser.start("{lab}")',
-        },
-    ]
+    made["cells"].insert(0, {"cell_type": "markdown", "id": "in-your-browser", "metadata": {}, "source": WELCOME})
     # a kernel of this name is what the page has; Jupyter asks for its own when the notebook is opened there
     made["metadata"]["kernelspec"] = {"display_name": "Python (Pyodide)", "language": "python", "name": "python"}
-    return json.dumps(made | {"cells": first + made["cells"]}, indent=1, ensure_ascii=False) + "\n"
+    return json.dumps(made, indent=1, ensure_ascii=False) + "\n"
 
 
 def executed(cache: Path, source: Path) -> list[dict]:
@@ -161,6 +158,7 @@ def course(root: Path, cache: Path) -> dict[str, bytes]:
     """The library for the browser: see `live` for the faults that need PyTorch; and what was recorded for each lab."""
     texts = {path.relative_to(root).as_posix(): path.read_text("utf8") for path in (root / "kvlab").rglob("*.py")}
     texts |= library_files(root)
+    texts["kvlab/__init__.py"] += HOOK
     for lab in labs(root):
         texts[f"kvlab/recorded/{lab}.json"] = recorded(executed(cache, root / "solutions" / f"{lab}.md"))
     return {path: text.encode() for path, text in texts.items()}
@@ -246,6 +244,7 @@ def settings() -> dict[str, Any]:
         "jupyter-config-data": {
             "appName": "Shared State",
             "exposeAppInBrowser": True,
+            "disabledExtensions": ["@jupyter-notebook/notebook-extension:trusted"],  # there is nobody to trust but the reader
             "litePluginSettings": {f"{KERNEL}:kernel": kernel},
         },
     }
