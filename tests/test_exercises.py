@@ -9,7 +9,7 @@ import pkgutil
 import pytest
 
 import kvlab.checks
-from kvlab.checks import Unfinished, Wrong
+from kvlab.checks import Exercise, Unfinished, Wrong
 
 LABS = [name for _, name, _ in pkgutil.iter_modules(kvlab.checks.__path__)]
 EXERCISES = [
@@ -41,9 +41,21 @@ def test_unfinished_broken_and_no_function(exercise):
     def broken(*arguments):
         return undefined_name  # noqa: F821
 
-    with pytest.raises(Unfinished, match=rf"Exercise {exercise.number} \({exercise.name}\)"):
+    with pytest.raises(Unfinished) as told:
         exercise.check(unfinished)
+    assert str(told.value).startswith(f"Exercise {exercise.number} ({exercise.name}) is not finished yet")
+    assert "in the cell above, run that cell, then run this one again" in str(told.value)
     with pytest.raises(Wrong, match="NameError"):
         exercise.check(broken)
     with pytest.raises(Wrong, match="should be a function"):
         exercise.check(3)
+
+
+def test_of_long_values_the_part_that_differs_is_shown():
+    long = Exercise(1, "long", lambda n: list(range(n)), cases=((400,),))
+    with pytest.raises(Wrong, match=r"gave … .* 299, -1, 301, .* …, and should give … .* 299, 300, 301, .* …\.") as told:
+        long.check(lambda n: [*range(300), -1, *range(301, n)])
+    assert len(str(told.value)) < 500
+    close = Exercise(1, "close", lambda: 0.123456, cases=((),))
+    with pytest.raises(Wrong, match=r"gave 0.123457, and should give 0.123456\."):
+        close.check(lambda: 0.123457)

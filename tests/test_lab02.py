@@ -27,7 +27,7 @@ def token_by_loops(spec, bits):
         for _ in ("key", "value"):
             for _ in range(spec.kv_heads):
                 total += spec.head_dim * bits
-    return total / 8
+    return total // 8
 
 
 def token_by_groups(spec, bits):
@@ -151,6 +151,10 @@ def below_zero(memory_gib, watermark, weights, activations, request):
     return int((memory_gib * 2**30 * watermark - weights - activations) // request)
 
 
+def decimal_and_below_zero(memory_gib, watermark, weights, activations, request):
+    return (memory_gib * 1e9 * watermark - weights - activations) // request
+
+
 @pytest.mark.parametrize(
     ("exercise", "answer", "names"),
     [
@@ -168,11 +172,18 @@ def below_zero(memory_gib, watermark, weights, activations, request):
         (checks.MAX_BATCH, no_watermark, "last byte"),
         (checks.MAX_BATCH, of_the_rest, "what is left after the weights"),
         (checks.MAX_BATCH, below_zero, "negative number"),
+        (checks.MAX_BATCH, decimal_and_below_zero, "GB for GiB"),
     ],
 )
 def test_wrong_answers_are_named(exercise, answer, names):
     with pytest.raises(Wrong, match=names):
         exercise.check(answer)
+
+
+@pytest.mark.parametrize("exercise", checks.EXERCISES, ids=lambda e: e.name)
+def test_a_float_is_no_whole_number_even_with_the_right_value(exercise):
+    with pytest.raises(Wrong, match=r"\.0\. The value is right, but it is a float"):
+        exercise.check(lambda *arguments: float(exercise.right(*arguments)))
 
 
 # --- the experiment -------------------------------------------------------------------------------------------------------

@@ -102,8 +102,62 @@ def test_what_was_raised_is_said(exercise):
 
 
 def test_an_answer_that_is_wrong_in_a_new_way_is_shown_the_case():
-    with pytest.raises(Wrong, match="should give"):
-        checks.ALLOCATE.check(lambda pool, seq, num_tokens, hits=(): pool.tables.update({seq: [0]}))
+    with pytest.raises(Wrong) as told:
+        checks.ALLOCATE.check(lambda pool, seq, num_tokens, hits=(): pool.tables.update({seq: [3, 2]}))
+    call, *lines = str(told.value).splitlines()
+    assert call.endswith("free=[3, 2, 1, 0]>, 'ada', 6):")
+    assert lines == [  # what differs, and nothing else
+        "  tables: got {'ada': [3, 2]}, should be {'ada': [0, 1]}",
+        "  ref_count: got [0, 0, 0, 0], should be [1, 1, 0, 0]",
+        "  free (sorted): got [0, 1, 2, 3], should be [2, 3]",
+        "  lengths: got {}, should be {'ada': 6}",
+    ]
+
+
+def allocate_unasked_and_uncounted(pool, seq, num_tokens, hits=()):
+    pool.tables[seq] = list(hits) + [pool.take() for _ in range(pool.blocks_for(num_tokens) - len(hits))]
+    pool.lengths[seq] = num_tokens
+
+
+def share_and_trim(pool, src, dst, prefix_len):
+    del pool.tables[src][pool.blocks_for(prefix_len) :]
+    return pool.tables.update({dst: pool.tables[src]})
+
+
+def append_and_count_when_there_is_no_room(pool, seq):
+    pool.lengths[seq] += 1
+    if not pool.num_free:
+        raise OutOfBlocks
+    pool.lengths[seq] -= 1
+    return append_by_cases(pool, seq)
+
+
+def free_all(pool, seq):
+    for block in pool.tables.pop(seq):
+        pool.ref_count[block] -= 1
+        pool.free.append(block)
+    del pool.lengths[seq]
+
+
+def evict_into_the_free_list(pool):
+    pool.free.append(evict_by_sort(pool))
+
+
+@pytest.mark.parametrize(
+    ("exercise", "answer", "says"),
+    [
+        (checks.ALLOCATE, allocate_unasked_and_uncounted, "OutOfBlocks has to be raised, before anything is changed"),
+        (checks.SHARE_PREFIX, share_and_trim, "tables that are one list object: got ['ben', 'ada'], should be []"),
+        (checks.APPEND_TOKEN, append_and_count_when_there_is_no_room, "although no block is needed"),
+        (checks.FREE, free_all, "frees the block in any case"),
+        (checks.EVICT, evict_into_the_free_list, "into pool.free as well"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_mistakes_in_other_words_are_said(exercise, answer, says):
+    with pytest.raises(Wrong) as told:
+        exercise.check(answer)
+    assert says in str(told.value) and "99" not in str(told.value)
 
 
 # ---- by hand ---------------------------------------------------------------------------------------------------------
@@ -162,13 +216,17 @@ def test_by_hand_forgets_what_a_findable_block_held_when_it_is_written():
     m.check()
 
 
+def mistake(exercise, words):
+    return next(mistake.code for mistake in exercise.mistakes if words in mistake.says)
+
+
 @pytest.mark.parametrize(
     ("broken", "rule"),
     [
         ({"free": lambda pool, seq: (pool.tables.pop(seq), pool.lengths.pop(seq))}, "references"),
-        ({"share_prefix": checks.SHARE_PREFIX.mistakes[0].code}, "references"),
-        ({"free": checks.FREE.mistakes[4].code}, "pool"),
-        ({"evict": checks.EVICT.mistakes[4].code}, "index"),
+        ({"share_prefix": mistake(checks.SHARE_PREFIX, "does not raise ref_count")}, "references"),
+        ({"free": mistake(checks.FREE, "puts a findable block")}, "pool"),
+        ({"evict": mistake(checks.EVICT, "forgets pool.index")}, "index"),
     ],
 )
 def test_its_audit_names_a_broken_rule(broken, rule):
@@ -269,7 +327,7 @@ def test_the_model_on_five_functions_by_hand(loaded):
 
 @pytest.mark.model
 def test_one_line_less_in_a_readers_code_and_ben_says_it(loaded):
-    careless = by_hand(append_token=checks.APPEND_TOKEN.mistakes[0].code)
+    careless = by_hand(append_token=mistake(checks.APPEND_TOKEN, "another table names"))
     told = blocks.play(loaded, "no-copy-on-write", False, manager=careless, new_tokens=9)
     assert blocks.said(blocks.secrets(1)[0], told.text) == "all" and told.findings[0].startswith(
         "block 1 was written while shared"

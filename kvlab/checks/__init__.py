@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,51 +52,66 @@ class Exercise:
         if not callable(answer):
             raise Wrong(f"{self._title}: the name {self.name} should be a function, it is {type(answer).__name__}.")
         for case in self.cases:
-            wanted = self.right(*copy.deepcopy(case))
+            wanted = self._play(self.right, copy.deepcopy(case))
             given = copy.deepcopy(case)
             try:
-                got = answer(*given)
+                got = self._play(answer, given)
             except NotImplementedError:
                 raise Unfinished(
-                    f"{self._title} is not finished yet: write the body of {self.name}, then run this cell again."
+                    f"{self._title} is not finished yet: write the body of {self.name} in the cell above, run that cell, "
+                    "then run this one again."
                 ) from None
             except LabStop:
                 raise
             except Exception as error:
-                raised = f"For {_call(self.name, case)} it raised {type(error).__name__}: {error}"
-                raise Wrong(f"{self._title}: not yet. {self._named(answer) or raised}") from error
+                raise self._wrong(answer, self._raised(error, case, wanted)) from error
             if not same(given, case):
                 raise Wrong(f"{self._title}: {self.name} changed its arguments; leave them as they are and return a new value.")
             if not same(got, wanted):
-                raise Wrong(self._explain(answer, case, got, wanted))
+                raise self._wrong(answer, self._differs(case, got, wanted))
+            if isinstance(got, float) and isinstance(wanted, int):
+                raise self._wrong(
+                    answer,
+                    f"For {_call(self.name, case)} it gave {got!r}. The value is right, but it is a float, and a whole number is "
+                    f"asked for: {wanted}. / always gives a float, and so does // when one side is a float: use // on whole "
+                    "numbers, or int(...) at the end.",
+                )
         print(f"{self._title}: right, on {len(self.cases)} cases.")
 
     @property
     def _title(self) -> str:
         return f"Exercise {self.number} ({self.name})"
 
-    def _named(self, answer: Callable) -> str | None:
-        """What to say about the first mistake that does as the answer does on every case."""
+    def _play(self, function: Callable, case: tuple) -> Any:
+        """What is judged: here, what the function returns."""
+        return function(*case)
+
+    def _outcome(self, function: Callable, case: tuple) -> Any:
+        """What is judged of a function for a case, or the type of what it raises."""
+        try:
+            return self._play(function, copy.deepcopy(case))
+        except Exception as error:
+            return type(error)
+
+    def _wrong(self, answer: Callable, otherwise: str) -> Wrong:
+        """Says the first mistake that does as the answer does on every case, or else `otherwise`."""
+        done = [self._outcome(answer, case) for case in self.cases]
         for mistake in self.mistakes:
-            if all(same(outcome(answer, case), outcome(mistake.code, case)) for case in self.cases):
-                return mistake.says
-        return None
+            if all(same(got, self._outcome(mistake.code, case)) for got, case in zip(done, self.cases)):
+                return Wrong(f"{self._title}: not yet. {mistake.says}")
+        return Wrong(f"{self._title}: not yet. {otherwise}")
 
-    def _explain(self, answer: Callable, case: tuple, got: Any, wanted: Any) -> str:
-        if says := self._named(answer):
-            return f"{self._title}: not yet. {says}"
+    def _raised(self, error: Exception, case: tuple, wanted: Any) -> str:
+        return f"For {_call(self.name, case)} it raised {type(error).__name__}: {error}"
+
+    def _differs(self, case: tuple, got: Any, wanted: Any) -> str:
+        call = _call(self.name, case)
+        if isinstance(got, dict) and isinstance(wanted, dict):  # only what differs, a line each
+            keys = [key for key in {**wanted, **got} if not (key in got and key in wanted and same(got[key], wanted[key]))]
+            lines = ("{}: got {}, should be {}".format(key, *_both(got.get(key), wanted.get(key))) for key in keys)
+            return "\n  ".join((f"For {call}:", *lines))
         hint = " Nothing was returned: is there a return?" if got is None and wanted is not None else ""
-        return (
-            f"{self._title}: not yet. For {_call(self.name, case)} it gave {_show(got)}, and should give {_show(wanted)}.{hint}"
-        )
-
-
-def outcome(function: Callable, case: tuple) -> Any:
-    """What a function gives for a case: its value, or the type of what it raises."""
-    try:
-        return function(*copy.deepcopy(case))
-    except Exception as error:
-        return type(error)
+        return "For {} it gave {}, and should give {}.{}".format(call, *_both(got, wanted), hint)
 
 
 def same(a: Any, b: Any) -> bool:
@@ -131,20 +147,36 @@ def _same_arrays(a: Any, b: Any) -> bool:
 
 
 def _call(name: str, case: tuple) -> str:
-    return f"{name}({', '.join(_show(argument) for argument in case)})"
+    return f"{name}({', '.join(_part(_text(argument)) for argument in case)})"
 
 
-def _show(value: Any) -> str:
+def _both(got: Any, wanted: Any) -> tuple[str, str]:
+    """Two values that differ, as text; of a long one, the part where the difference begins."""
+    a, b = _text(got), _text(wanted)
+    if a == b:  # the difference is further behind than the digits shown
+        a, b = _text(got, 9), _text(wanted, 9)
+    at = len(os.path.commonprefix((a, b)))
+    return _part(a, at), _part(b, at)
+
+
+def _part(text: str, at: int = 0, longest: int = 320) -> str:
+    """All of a text or, if it is long, half of `longest` characters, those around place `at` among them."""
+    if len(text) <= longest:
+        return text
+    begin = max(0, at - longest // 4)
+    end = begin + longest // 2
+    return ("… " if begin else "") + text[begin:end] + (" …" if end < len(text) else "")
+
+
+def _text(value: Any, digits: int = 4) -> str:
     if hasattr(value, "tolist") and hasattr(value, "shape"):
-        value = f"tensor {tuple(value.shape)} {_rounded(value.tolist())}"
-        return value if len(value) < 160 else value[:150] + " …"
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    text = repr(value)
-    return text if len(text) < 160 else text[:150] + " …"
+        return f"tensor {tuple(value.shape)} {_rounded(value.tolist(), digits)}"
+    if isinstance(value, type):
+        return value.__name__
+    return f"{value:.{digits}g}" if isinstance(value, float) else repr(value)
 
 
-def _rounded(value: Any) -> Any:
+def _rounded(value: Any, digits: int) -> Any:
     if isinstance(value, list):
-        return [_rounded(item) for item in value]
-    return float(f"{value:.4g}") if isinstance(value, float) else value
+        return [_rounded(item, digits) for item in value]
+    return float(f"{value:.{digits}g}") if isinstance(value, float) else value

@@ -203,6 +203,28 @@ def max_batch(memory_gib: float, watermark: float, weights: int, activations: in
     return max(0, int((memory_gib * GIB * watermark - weights - activations) // request))
 
 
+_NONE_FITS = "It gives a negative number where not even the weights fit. Then no request fits: 0."
+_NO_FRACTION = "It gives a fraction. Half a request is none: round down, to a whole number."
+_ROUNDED = "It rounds up or to the nearest. Half a request is none."
+_WRONG_ROOM = {
+    "It takes GB for GiB. This card's memory is in GiB: 2³⁰ bytes each, 7 % more than 10⁹.": (
+        lambda m, w, weights, act: m * 10**9 * w - weights - act
+    ),
+    "It uses the card to the last byte. Only the share under the watermark may be used.": (
+        lambda m, w, weights, act: m * GIB - weights - act
+    ),
+    "It takes the watermark of what is left after the weights. That is TensorRT-LLM's rule; here, as in vLLM, it is a share of "
+    "the whole card.": (lambda m, w, weights, act: (m * GIB - weights - act) * w),
+    "It forgets the activations.": lambda m, w, weights, act: m * GIB * w - weights,
+    "It forgets the weights.": lambda m, w, weights, act: m * GIB * w - act,
+}
+
+
+def _fit(whole, room=lambda m, w, weights, act: m * GIB * w - weights - act):
+    """`whole` makes the number of requests out of a quotient."""
+    return lambda m, w, weights, act, r: whole(room(m, w, weights, act) / r)
+
+
 MAX_BATCH = Exercise(
     4,
     "max_batch",
@@ -216,42 +238,17 @@ MAX_BATCH = Exercise(
         (40, 0.9, 13_476_831_232, 3 * GIB, 1_000_000_000),
     ),
     mistakes=(
-        Mistake(
-            "It takes GB for GiB. This card's memory is in GiB: 2³⁰ bytes each, 7 % more than 10⁹.",
-            lambda m, w, weights, act, r: max(0, int((m * 10**9 * w - weights - act) // r)),
+        *(  # with and without a thought of what does not fit at all
+            Mistake(says, _fit(whole, room))
+            for says, room in _WRONG_ROOM.items()
+            for whole in (lambda n: max(0, math.floor(n)), math.floor, int)
         ),
-        Mistake(
-            "It uses the card to the last byte. Only the share under the watermark may be used.",
-            lambda m, w, weights, act, r: max(0, int((m * GIB - weights - act) // r)),
-        ),
-        Mistake(
-            "It takes the watermark of what is left after the weights. That is TensorRT-LLM's rule; here, as in vLLM, it is a share of the whole card.",
-            lambda m, w, weights, act, r: max(0, int((m * GIB - weights - act) * w // r)),
-        ),
-        Mistake(
-            "It forgets the activations.",
-            lambda m, w, weights, act, r: max(0, int((m * GIB * w - weights) // r)),
-        ),
-        Mistake(
-            "It forgets the weights.",
-            lambda m, w, weights, act, r: max(0, int((m * GIB * w - act) // r)),
-        ),
-        Mistake(
-            "It rounds up or to the nearest. Half a request is none.",
-            lambda m, w, weights, act, r: max(0, round((m * GIB * w - weights - act) / r)),
-        ),
-        Mistake(
-            "It rounds up or to the nearest. Half a request is none.",
-            lambda m, w, weights, act, r: max(0, math.ceil((m * GIB * w - weights - act) / r)),
-        ),
-        Mistake(
-            "It gives a negative number where not even the weights fit. Then no request fits: 0.",
-            lambda m, w, weights, act, r: int((m * GIB * w - weights - act) // r),
-        ),
-        Mistake(
-            "It gives a fraction. Half a request is none: round down, to a whole number.",
-            lambda m, w, weights, act, r: max(0.0, (m * GIB * w - weights - act) / r),
-        ),
+        Mistake(_ROUNDED, _fit(lambda n: max(0, round(n)))),
+        Mistake(_ROUNDED, _fit(lambda n: max(0, math.ceil(n)))),
+        Mistake(_NONE_FITS, _fit(math.floor)),
+        Mistake(_NONE_FITS, _fit(int)),
+        Mistake(_NO_FRACTION, _fit(lambda n: max(0.0, n))),
+        Mistake(_NO_FRACTION, _fit(float)),
     ),
 )
 
