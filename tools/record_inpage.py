@@ -26,6 +26,7 @@ from kvlab.runtime import weights
 ROOT = Path(__file__).parents[1]
 PATIENCE = 300_000  # milliseconds
 ROUNDS = 3
+SIDE = ("held", "cached", "computed", "candidates", "text", "ended")  # of a panel
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
@@ -86,7 +87,7 @@ def use(page: Page, gguf: Path) -> dict:
     pins = json.loads((ROOT / "package.json").read_text("utf8"))["dependencies"]
     return {
         "texts": texts,
-        "password": {name: found["password"][name] for name in ("emptied", "kept")},
+        "password": {name: {key: found["password"][name][key] for key in SIDE} for name in ("emptied", "kept")},
         "one_piece": record.short(max(moved), 2),
         "prefix": rows,
         "engine": {

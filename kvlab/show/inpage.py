@@ -26,7 +26,13 @@ ARMS = {
     "emptied": "Emptied between the two",
     "kept": "Not emptied",
 }
-ENDS = ".,;:!?\"'()"  # around a word, no part of it
+# Little words are in every answer and are nobody's. The page's script has them from the page, so that there is one list.
+LITTLE = (
+    "a an and are as at be but by can did do does for from had has have he her him his how i if in is it its me my no not of on "
+    "or our s she so t that the their them then there they this to us was we were what when where which who will with you your"
+)
+# A word, or one character of a script that writes no spaces; inpage.js has the same
+WORD = re.compile("[\u3040-\u30ff\u3400-\u9fff]|(?:(?![\u3040-\u30ff\u3400-\u9fff])[^\\W_])+")
 
 
 def model_html(model: Bundled) -> str:
@@ -53,13 +59,13 @@ def password_html(run: Run) -> str:
     """The password: the two users' fields, the switch, and both ways of serving with their recorded answers."""
     texts, sides = run.data["texts"], run.data["password"]
     columns = "\n".join(
-        f'<section class="kvi-side" data-side="{name}" aria-labelledby="kvi-{name}">\n'
+        f'<section class="kvi-side" data-side="{name}" data-answer="{html.escape(sides[name]["text"])}" aria-labelledby="kvi-{name}">\n'
         f'<h3 class="kvi-title" id="kvi-{name}">{title}</h3>\n<p class="kvi-source" data-part="source">recorded</p>\n'
-        f'<div data-part="drawn">{side_html(sides[name], texts["a"])}</div>\n</section>'
+        f'<div data-part="drawn">{side_html(sides[name], texts["a"], texts["b"], sides["emptied"]["text"])}</div>\n</section>'
         for name, title in ARMS.items()
     )
     return (
-        '<div class="kvi" id="kvi-password">\n<form aria-label="Two users of one server">\n<fieldset data-part="controls" disabled>\n'
+        f'<div class="kvi" id="kvi-password" data-little="{LITTLE}">\n<form aria-label="Two users of one server">\n<fieldset data-part="controls" disabled>\n'
         '<legend class="visually-hidden">Two users of one server</legend>\n'
         '<label for="kvi-a">User A says</label>\n'
         f'<textarea id="kvi-a" data-own="a" rows="2">{html.escape(texts["a"])}</textarea>\n'
@@ -74,11 +80,11 @@ def password_html(run: Run) -> str:
     )
 
 
-def side_html(side: dict, a: str) -> str:
+def side_html(side: dict, a: str, b: str, without: str) -> str:
     """One way of serving: what the cache held, what was computed, the likeliest tokens, and what B was told.
 
     side    held [[piece, owner], …], cached, computed, candidates [[[token, log p], …], …], text, ended
-    a       what A said, to mark it in what B was told
+    a, b    what the two said; without: what B is told where the cache is emptied, "" if nobody asked. See `leaks`.
     """
     count = {owner: sum(who == owner for _, who in side["held"]) for owner in "AB"}
     held = f"{tokens(count['A'])} of A, then {tokens(count['B'])} of B" if count["A"] else f"{tokens(count['B'])} of B"
@@ -96,7 +102,7 @@ def side_html(side: dict, a: str) -> str:
     return (
         f'<div class="kvi-strip" role="img" aria-label="The cache at B’s first token: {held}.">{strip}</div>'
         f'<p class="kvi-facts">{facts_of(side)}</p>{lists}'
-        f'<p class="kvi-told"><b>B is told</b> {told(side["text"], a)}{"" if side["ended"] else "…"}</p>'
+        f'<p class="kvi-told"><b>B is told</b> {told(side["text"], leaks(side["text"], a, b, without))}{"" if side["ended"] else "…"}</p>'
     )
 
 
@@ -106,12 +112,35 @@ def facts_of(side: dict) -> str:
     return f"Computed for B: <b>{tokens(side['computed'])}</b>, all B’s own. Read from the cache: <b>{tokens(side['cached'])}</b>. {whose}"
 
 
-def told(text: str, a: str) -> str:
-    """B's answer, with every word of A's that has a digit in it marked."""
-    words = [w.strip(ENDS) for w in a.split() if re.search("[0-9]", w)]
-    pattern = "|".join(re.escape(word) for word in words if word)
-    parts = re.split(f"({pattern})", text) if pattern else [text]
-    return "".join(f"<mark>{html.escape(part)}</mark>" if i % 2 else html.escape(part) for i, part in enumerate(parts))
+def words_of(text: str) -> list[str]:
+    """The words of a text, in small letters."""
+    return [word.lower() for word in WORD.findall(text)]
+
+
+def leaks(text: str, a: str, b: str, without: str) -> list[tuple[int, int]]:
+    """Where B's answer has words of A's, as (begin, end); those that stand together in A's text are one.
+
+    Not counted are B's own words, those that B is told `without` A's as well, and little ones.
+    """
+    own = {*words_of(a)} - {*words_of(b), *words_of(without), *LITTLE.split()}
+    found: list[tuple[int, int]] = []
+    for match in WORD.finditer(text):
+        if match[0].lower() not in own:
+            continue
+        if found and text[found[-1][0] : match.end()].lower() in a.lower():
+            found[-1] = (found[-1][0], match.end())
+        else:
+            found.append(match.span())
+    return found
+
+
+def told(text: str, marked: list[tuple[int, int]]) -> str:
+    """B's answer with these places marked."""
+    out, at = [], 0
+    for begin, end in marked:
+        out += [html.escape(text[at:begin]), f"<mark>{html.escape(text[begin:end])}</mark>"]
+        at = end
+    return "".join([*out, html.escape(text[at:])])
 
 
 def prefix_html(run: Run) -> str:
@@ -129,6 +158,7 @@ def prefix_html(run: Run) -> str:
         f'<label for="kvi-second">Question 2</label>\n<input id="kvi-second" value="{html.escape(texts["second"])}" autocomplete="off">\n'
         '<div class="kvi-row"><button type="button" class="kvi-first" data-part="first">Empty the cache, ask question 1</button>\n'
         '<button type="button" data-part="second">Ask question 2</button>\n<button type="button" data-part="stop" hidden>Stop</button></div>\n'
+        '<p class="kvi-note">On one thread a prompt as long as this one may take half a minute to read. The bar shows how far it is.</p>\n'
         '</fieldset>\n</form>\n<progress data-part="bar" max="1" value="0" aria-label="Reading the prompt" hidden></progress>\n'
         '<p class="kvi-says" data-part="says" role="status"></p>\n<p class="kvi-source" data-part="source">recorded</p>\n'
         '<div class="kvi-scroll" tabindex="0" role="group" aria-label="The requests">\n<table class="kvi-asked">\n<thead><tr><th scope="col">request'

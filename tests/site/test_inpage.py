@@ -82,13 +82,35 @@ def test_the_recorded_run_is_of_the_page_as_it_is() -> None:
     assert run.data["texts"] == {"a": show.A, "b": show.B, "system": show.SYSTEM, "first": show.FIRST, "second": show.SECOND}
     emptied, kept = (run.data["password"][name] for name in show.ARMS)
     assert SECRET in show.A and SECRET in kept["text"] and SECRET not in emptied["text"]
-    assert "<mark>" in show.side_html(kept, show.A) and "<mark>" not in show.side_html(emptied, show.A)
+    marked, without = show.leaks(kept["text"], show.A, show.B, emptied["text"]), emptied["text"]
+    assert [kept["text"][begin:end] for begin, end in marked] == [SECRET]
+    assert "<mark>" in show.side_html(kept, show.A, show.B, without)
+    assert "<mark>" not in show.side_html(emptied, show.A, show.B, without)
     assert emptied["cached"] == 0 and kept["computed"] == emptied["computed"] == sum(owner == "B" for _, owner in kept["held"])
     assert kept["cached"] == sum(owner == "A" for _, owner in kept["held"])
     assert run.data["one_piece"] < 1e-3 < abs(emptied["candidates"][0][0][1] - kept["candidates"][0][0][1])
     first, second, changed = run.data["prefix"]
     assert first["cached"] == 0 and changed["cached"] < 10 < second["computed"] < second["cached"]
     assert second["ratio"] < 0.5 < changed["ratio"]
+
+
+DOG = ("My dog is called Waffles and my door code is 7712", "The name of the dog is")
+
+
+def test_what_is_a_leak() -> None:
+    """A word of A's, with a digit or without; not B's own, not one that B is told anyway, not a little one, not a part of one."""
+
+    def marked(text: str, without: str = "", a: str = DOG[0], b: str = DOG[1]) -> list[str]:
+        return [text[begin:end] for begin, end in show.leaks(text, a, b, without)]
+
+    assert marked(" Waffles.") == ["Waffles"] and marked("it is waffles, yes") == ["waffles"]
+    assert marked(" Waffles.", without=" Waffles, as many are.") == []
+    assert marked(" my dog and the name is called") == ["called"]
+    assert marked(" Waffleson, 77123 uncalled") == []
+    assert marked("7712 and Waffles, door code is 7712") == ["7712", "Waffles", "door code is 7712"]
+    assert marked(" ABCD-1234.", a=show.A, b=show.B) == [SECRET]
+    assert marked("是狗", a="口令是狗", b="口令是") == ["狗"]
+    assert marked("Waffles", a="") == [] == marked("")
 
 
 # ---- in Chromium -------------------------------------------------------------------------------------------------------------
@@ -182,12 +204,18 @@ def test_before_a_click_there_are_the_recorded_answers_and_nothing_is_fetched(se
     expect(page.locator("#kvi-file")).to_be_hidden()
     assert page.evaluate("caches.keys()") == []
     for name in show.ARMS:
-        assert drawn(page, name) == normal(page, show.side_html(run.data["password"][name], show.A))
+        sides = run.data["password"]
+        assert drawn(page, name) == normal(page, show.side_html(sides[name], show.A, show.B, sides["emptied"]["text"]))
     expect(page.locator('[data-side="kept"] mark')).to_have_text(SECRET)
     expect(page.locator("#kvi-prefix tbody tr")).to_have_count(3)
     assert page.locator(".kvi [data-part=source]").all_inner_texts() == ["recorded"] * 3
     expect(page.get_by_role("button", name="Serve A, then B")).to_be_disabled()
     assert not heavy(seen) and not checks.complaints(seen)
+
+
+ANSWERS = [
+    " Waffles.", "the WAFFLES and my_door code is 7712, called 77", "", "口令是狗 😀 né Ünder ½ Ⅷ ١٢", "İstanbul ΣΑΣ <b>door</b>&code",
+]  # fmt: skip
 
 
 @pytest.mark.site
@@ -198,9 +226,14 @@ def test_the_page_draws_as_the_library_does(seen: checks.Visit) -> None:
         "held": [["<|im_start|>", "A"], [" a\n\t'\"&", "A"], [" b", "B"]], "cached": 2, "computed": 1, "ended": True,
         "candidates": [[["<b>", math.log(0.0994)], ["x", math.log(0.0996)], ["y", -20.0]]], "text": " (k+1)? is <i>k+1</i> 'no'",
     }  # fmt: skip
-    for side, a in [*((side, show.A) for side in run.data["password"].values()), (odd, 'It is "(k+1)?" & k2.')]:
-        assert normal(page, show.side_html(side, a)) == normal(
-            page, page.evaluate("([s, a]) => kvInpage.sideHTML(s, a)", [side, a])
+    sides = run.data["password"]
+    cases = [(side, show.A, show.B, without) for side in sides.values() for without in ("", sides["emptied"]["text"])]
+    cases += [(odd, a, b, "") for a, b in (('It is "(k+1)?" & k2.', "i?"), ("k and <i>k+1</i>", ""), ("1", "k"))]
+    cases += [(odd | {"text": text}, *DOG, without) for text in ANSWERS for without in ("", "code")]
+    cases += [(odd | {"text": text}, f"{ANSWERS[-1]} {text.upper()}", "né 口", "") for text in ANSWERS]
+    for case in cases:
+        assert normal(page, show.side_html(*case)) == normal(page, page.evaluate("all => kvInpage.sideHTML(...all)", case)), (
+            case
         )
     for row in [*run.data["prefix"], run.data["prefix"][0] | {"text": "<hr>", "ended": True, "ratio": 0.1234}]:
         inside = ["<table><tbody>", "</tbody></table>"]
@@ -225,7 +258,7 @@ def test_it_loads_by_keyboard_with_progress(seen: checks.Visit) -> None:
     shares = [value for text, value in told if "part" in text]
     assert shares == sorted(shares) and shares[0] == 0 and shares[-1] > 0.9
     expect(says(page)).to_contain_text("runs in this page, on 1 thread")
-    expect(says(page)).to_be_focused()
+    expect(page.get_by_role("button", name="Serve A, then B")).to_be_focused()  # the button pressed is gone: on to the next
     expect(page.get_by_role("button", name="Remove it from this browser")).to_be_visible()
     expect(page.get_by_role("button", name="Serve A, then B")).to_be_enabled()
     assert fetched(seen) == list(range(count))
@@ -286,8 +319,9 @@ def test_the_password_by_keyboard(seen: checks.Visit) -> None:
         assert [len(rivals) for rivals in found["candidates"]] == [5, 5]
         for (token, p), (theirs, q) in zip(found["candidates"][0], recorded["candidates"][0]):
             assert token == theirs and abs(p - q) < 0.05  # another processor may add in another order
-        assert drawn(page, name) == normal(page, show.side_html(found, show.A))
-    expect(says(page, "password")).to_have_text("B is told what A said.")
+        without = page.evaluate("kvInpage.password.emptied.text")
+        assert drawn(page, name) == normal(page, show.side_html(found, show.A, show.B, without))
+    expect(says(page, "password")).to_have_text(f"B is told what A said: “{SECRET}”.")
     emptied, kept = (page.evaluate("name => kvInpage.password[name].candidates[0]", name) for name in show.ARMS)
     assert max(abs(p - dict(kept)[token]) for token, p in emptied if token in dict(kept)) > 0.1
 
@@ -303,6 +337,82 @@ def test_not_emptied_is_what_the_page_says(seen: checks.Visit) -> None:
     for one, again in zip(kept["candidates"], whole["candidates"]):
         assert [token for token, _ in one] == [token for token, _ in again]
         assert max(abs(p - q) for (_, p), (_, q) in zip(one, again)) < 1e-3
+
+
+STALE = "with other words than those above"
+
+
+@pytest.mark.site
+def test_a_leak_without_a_digit_is_told_and_panels_of_other_words_are_marked(seen: checks.Visit) -> None:
+    """A name leaks as a number does. A panel says so while the fields have other words than it was made from."""
+    page = seen.page
+    stale = page.locator(".kvi-side[data-stale]")
+    expect(stale).to_have_count(0)
+    page.fill("#kvi-a", DOG[0])
+    expect(stale).to_have_count(2)
+    page.fill("#kvi-a", show.A)
+    expect(stale).to_have_count(0)
+    page.fill("#kvi-a", DOG[0])
+    page.fill("#kvi-b", DOG[1])
+    for name in show.ARMS:
+        expect(page.locator(f'[data-side="{name}"] [data-part="source"]')).to_have_text(f"measured in this page, {STALE}")
+    assert not checks.axe_violations(seen)
+    said = press(page, "Serve A, then B", "password")  # the switch is on
+    assert "Waffles" in page.evaluate("kvInpage.password.kept.text")
+    assert said.startswith("B is told what A said: “Waffles”") and "The other panel was made with other words." in said
+    expect(page.locator('[data-side="kept"] mark').first).to_have_text("Waffles")
+    assert stale.evaluate_all("all => all.map(one => one.dataset.side)") == ["emptied"]
+    page.get_by_role("switch").uncheck()
+    said = press(page, "Serve A, then B", "password")
+    assert said == "B is told nothing of A’s: the cache held none of it."
+    expect(stale).to_have_count(0)
+    expect(page.locator('[data-side="emptied"] mark')).to_have_count(0)
+    # what B is told in both ways is not A's doing
+    without, kept = page.evaluate("[kvInpage.password.emptied.text, kvInpage.password.kept]")
+    assert drawn(page, "kept") == normal(page, show.side_html(kept, *DOG, without))
+    page.get_by_role("switch").check()
+
+
+EVIL = "<img src=x onerror=kvHarm=1><b>"
+
+
+@pytest.mark.site
+def test_a_text_is_never_html(seen: checks.Visit) -> None:
+    """What is typed is shown as it is: in the strips, the candidates, the answers, the rows and what is said."""
+    page = seen.page
+    page.fill("#kvi-a", f"{EVIL} is A's. Repeat: {EVIL}")
+    page.fill("#kvi-b", f"{EVIL} is")
+    page.fill("#kvi-system", f"Say {EVIL}")
+    page.fill("#kvi-first", f"{EVIL}1?")
+    page.fill("#kvi-second", f"{EVIL}2?")
+    press(page, "Serve A, then B", "password")
+    press(page, "Empty the cache, ask question 1", "prefix")
+    press(page, "Change one letter near the beginning", "prefix")
+    press(page, "Ask question 2", "prefix")
+    expect(page.locator('[data-side="kept"] .kvi-strip')).to_contain_text("onerror")
+    side = {
+        "held": [[EVIL, "A"], [EVIL, "B"]],
+        "cached": 1,
+        "computed": 1,
+        "candidates": [[[EVIL, -1]]],
+        "text": EVIL,
+        "ended": True,
+    }
+    row = {"name": EVIL, "text": EVIL, "ended": True, "tokens": 1, "cached": 0, "computed": 1, "ratio": None}
+    page.evaluate(
+        """([side, row, evil]) => { const add = (html) => document.getElementById('kvi-password').insertAdjacentHTML('beforeend', `<div class="evil">${html}</div>`);
+        add(kvInpage.sideHTML(side, evil, '', '')); add(`<table>${kvInpage.rowHTML(row)}</table>`); }""",
+        [side, row, EVIL],
+    )
+    page.wait_for_timeout(200)  # for an image that fails to load
+    assert page.locator(".kvi img").count() == 0 and page.evaluate("typeof kvHarm") == "undefined"
+    assert (
+        page.locator(".evil").first.inner_text().count("onerror") >= 4
+        and page.locator(".evil").last.inner_text().count("onerror") == 2
+    )
+    page.evaluate("document.querySelectorAll('.evil').forEach(one => one.remove())")
+    for text in (show.side_html(side, EVIL, "", ""), show.row_html(row)):
+        assert "<img" not in text and "<b>&" not in text
 
 
 @pytest.mark.site
@@ -343,11 +453,15 @@ def test_a_shared_beginning_and_one_letter(seen: checks.Visit) -> None:
     assert f"{second['cached']} came from the cache; {second['computed']} were computed" in said
     rows = page.locator("#kvi-prefix tbody tr")
     expect(rows).to_have_count(3)
-    expect(rows.nth(2)).to_contain_text("Question 2, the beginning changed")
+    expect(rows.nth(2)).to_contain_text("Question 2, the system prompt changed from word 2 of 7 on")
     expect(rows.nth(2).locator("td").last).to_contain_text(re.compile(r"^\d\.\d\d \(\d+\.\d\d s\)$"))
     press(page, "Change one letter near the beginning", "prefix")
     press(page, "Ask question 2", "prefix")  # what was put aside is taken back
     assert page.evaluate("kvInpage.prefix[3].cached") == len(before) - 1
+    expect(rows.nth(3).locator("th")).to_have_text(re.compile("^Question 2(?!,)"))  # as in the first row again
+    page.fill("#kvi-system", "Be brief. The library closes at ten.")
+    press(page, "Ask question 2", "prefix")
+    expect(rows.nth(4)).to_contain_text("Question 2, the system prompt changed from word 7 of 7 on")
     press(page, "As it was", "prefix")
     assert page.input_value("#kvi-system") == show.SYSTEM
 
@@ -365,9 +479,17 @@ def test_what_the_engine_cannot_do_is_said(seen: checks.Visit) -> None:
     page.fill("#kvi-b", " ")
     assert press(page, "Serve A, then B", "password") == "Write something for A and for B."
     page.fill("#kvi-system", "A word or two. " * 40)
+    bar = page.locator("#kvi-prefix progress")
+    page.evaluate("""() => { window.reached = []; const bar = document.querySelector('#kvi-prefix progress');
+        new MutationObserver(() => reached.push(bar.hasAttribute('value') ? bar.value : null)).observe(bar, {attributes: true}); }""")
     page.get_by_role("button", name="Empty the cache, ask question 1").focus()
     page.keyboard.press("Enter")
+    expect(says(page, "prefix")).to_contain_text("On one thread this may take half a minute.", timeout=1000)
+    expect(bar).to_have_attribute("value", "0")
     expect(says(page, "prefix")).to_contain_text("are in the cache")
+    page.wait_for_function("new Set(reached).size > 2")
+    reached = page.evaluate("reached")
+    assert None not in reached and reached == sorted(reached) and 0 < max(reached) < 0.5
     page.locator("#kvi-prefix").get_by_role("button", name="Stop").click()
     expect(says(page, "prefix")).to_have_text("Stopped.")
     expect(page.get_by_role("button", name="Empty the cache, ask question 1")).to_be_visible()

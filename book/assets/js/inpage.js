@@ -6,6 +6,7 @@
   const FROM_DISK = "The model cannot start in a page opened from the disk. In the site’s folder run “python -m http.server” and open http://localhost:8000/book/inpage.html. The recorded answers stay below.";
   const AGAIN = "Press the button again to go on from there.";
   const WORDS = 16, SHORT = 12, PLACES = 2, RIVALS = 5; // tokens of an answer, of a short one; places and rivals shown
+  const LONG = 100; // tokens of a prompt that takes its time
   const parts = (root) => (name) => root.querySelector(`[data-part="${name}"]`);
   const own = (name) => import(new URL(name, HERE).href);
   const megabytes = (bytes) => `${Math.round(bytes / 1e6)} MB`;
@@ -17,13 +18,29 @@
   const share = (logarithm) => { const p = 100 * Math.exp(logarithm); return `${p.toFixed(p >= 9.95 ? 0 : 1)}%`; };
   const tokens = (count) => `${count} token${count === 1 ? "" : "s"}`;
 
-  function told(text, a) {
-    const words = a.split(/\s+/).filter((word) => /[0-9]/.test(word)).map((word) => word.replace(/^[.,;:!?"'()]+|[.,;:!?"'()]+$/g, ""));
-    const pattern = words.filter(Boolean).map((word) => word.replace(/[.*+?^${}()|[\]\\]/g, "\\$&")).join("|");
-    const pieces = pattern ? text.split(new RegExp(`(${pattern})`)) : [text];
-    return pieces.map((piece, i) => (i % 2 ? `<mark>${escaped(piece)}</mark>` : escaped(piece))).join("");
+  // Where B's answer has words of A's that are neither B's own, nor told without A's as well, nor little ones
+  const WORD = /[\u3040-\u30ff\u3400-\u9fff]|(?:(?![\u3040-\u30ff\u3400-\u9fff])[\p{L}\p{N}])+/gu;
+  const wordsOf = (text) => (text.match(WORD) ?? []).map((word) => word.toLowerCase());
+  function leaks(text, a, b, without) {
+    const others = new Set([...wordsOf(b), ...wordsOf(without), ...document.getElementById("kvi-password").dataset.little.split(" ")]);
+    const own = new Set(wordsOf(a).filter((word) => !others.has(word))), found = [];
+    for (const match of text.matchAll(WORD)) {
+      if (!own.has(match[0].toLowerCase())) continue;
+      const end = match.index + match[0].length, last = found.at(-1);
+      if (last && a.toLowerCase().includes(text.slice(last[0], end).toLowerCase())) last[1] = end;
+      else found.push([match.index, end]);
+    }
+    return found;
   }
-  function sideHTML(side, a) {
+  function told(text, marked) {
+    let out = "", at = 0;
+    for (const [begin, end] of marked) {
+      out += `${escaped(text.slice(at, begin))}<mark>${escaped(text.slice(begin, end))}</mark>`;
+      at = end;
+    }
+    return out + escaped(text.slice(at));
+  }
+  function sideHTML(side, a, b, without) {
     const count = (owner) => side.held.filter(([, who]) => who === owner).length;
     const held = count("A") ? `${tokens(count("A"))} of A, then ${tokens(count("B"))} of B` : `${tokens(count("B"))} of B`;
     const strip = side.held.map(([piece, owner]) => `<span data-own="${owner.toLowerCase()}">${shown(piece)}</span>`).join("");
@@ -32,7 +49,7 @@
     const whose = side.cached ? "They are A’s." : "There was nothing in it.";
     return `<div class="kvi-strip" role="img" aria-label="The cache at B’s first token: ${held}.">${strip}</div>`
       + `<p class="kvi-facts">Computed for B: <b>${tokens(side.computed)}</b>, all B’s own. Read from the cache: <b>${tokens(side.cached)}</b>. ${whose}</p>${lists.join("")}`
-      + `<p class="kvi-told"><b>B is told</b> ${told(side.text, a)}${side.ended ? "" : "…"}</p>`;
+      + `<p class="kvi-told"><b>B is told</b> ${told(side.text, leaks(side.text, a, b, without))}${side.ended ? "" : "…"}</p>`;
   }
   function rowHTML(row) {
     const part = `${(100 * row.cached / row.tokens).toFixed(0)}%`;
@@ -96,8 +113,13 @@
       root.removeAttribute("aria-busy");
       bar.value = 0;
       await settle(what, engine ? "ready" : what.startsWith("Stopped") ? "asleep" : "failed");
-      if (engine || load.hidden) says.focus();
-      else load.focus();
+      onward();
+    }
+    // The button that was pressed is gone: on to what can be done next, unless the reader is elsewhere by now
+    function onward() {
+      const at = document.activeElement;
+      if (at && at !== document.body && !root.contains(at)) return;
+      (engine ? document.querySelector('#kvi-password [data-part="serve"]') : !load.hidden ? load : !pick.hidden ? file : says).focus();
     }
     const fetched = async () => whole ? { blob: whole, kept: true } : library.load(model, {
       signal: halt.signal,
@@ -115,7 +137,7 @@
     drop.addEventListener("click", async () => {
       await library.remove();
       await settle(engine ? "Removed from this browser. The running model stays in this page’s memory until you leave it." : "Removed from this browser.", engine ? "ready" : "asleep");
-      (load.hidden ? says : load).focus();
+      onward();
     });
 
     if (location.protocol === "file:") say(FROM_DISK, "disk");
@@ -154,11 +176,27 @@
 
   // ---- the password ------------------------------------------------------------------------------------------------------
   function password(root) {
-    const part = parts(root), field = (name) => root.querySelector(`#kvi-${name}`);
+    const part = parts(root), field = (name) => root.querySelector(`#kvi-${name}`), sideOf = (name) => root.querySelector(`[data-side="${name}"]`);
+    const now = (name) => field(name).value.trim();
+    // what each panel was made from; as the page comes, the recorded texts
+    const made = Object.fromEntries(["emptied", "kept"].map((name) => [name, {
+      a: field("a").defaultValue.trim(), b: field("b").defaultValue.trim(), text: sideOf(name).dataset.answer, source: "recorded",
+    }]));
+    const alike = (one, other) => one.a === other.a && one.b === other.b;
+    const stale = (name) => !alike(made[name], { a: now("a"), b: now("b") });
+    function compare() {
+      for (const name of Object.keys(made)) {
+        sideOf(name).toggleAttribute("data-stale", stale(name));
+        parts(sideOf(name))("source").textContent = made[name].source + (stale(name) ? ", with other words than those above" : "");
+      }
+    }
+    const without = (side) => (alike(made.emptied, side) ? made.emptied.text : "");
+    const draw = (name) => { const side = made[name]; parts(sideOf(name))("drawn").innerHTML = sideHTML(side, side.a, side.b, without(side)); };
+    for (const name of ["a", "b"]) field(name).addEventListener("input", compare);
+    compare();
     part("serve").addEventListener("click", () => alone(root, async (signal, say) => {
-      const a = field("a").value.trim(), b = ` ${field("b").value.trim()}`, name = field("fault").checked ? "kept" : "emptied";
+      const a = now("a"), b = ` ${now("b")}`, name = field("fault").checked ? "kept" : "emptied";
       if (!a || b === " ") return "Write something for A and for B.";
-      const side = root.querySelector(`[data-side="${name}"]`), { source, drawn } = { source: parts(side)("source"), drawn: parts(side)("drawn") };
       say("The server reads A’s message …");
       await engine.ask({ prompt: a, words: 1, fresh: true, signal });
       say("B asks …");
@@ -168,19 +206,20 @@
       const first = await engine.ask({ ...request, words: PLACES, candidates: RIVALS, signal });
       const cut = [...(name === "kept" ? engine.tokens(a).map((piece) => [piece, "A"]) : []), ...engine.tokens(b).map((piece) => [piece, "B"])];
       const held = cut.length === first.cached + first.computed ? cut : [...(name === "kept" ? [[a, "A"]] : []), [b, "B"]];
-      const found = { held, cached: first.cached, computed: first.computed, candidates: first.half ? [] : first.candidates, text: first.text, ended: false };
-      const draw = () => (drawn.innerHTML = sideHTML(found, a));
-      source.textContent = "measured in this page";
-      draw();
-      side.dataset.source = "live";
+      const found = made[name] = { a, b: b.trim(), source: "measured in this page", held, cached: first.cached, computed: first.computed, candidates: first.half ? [] : first.candidates, text: first.text, ended: false };
+      compare();
+      draw(name);
       // the same request again, now for the words: of its prompt the last token alone is computed a second time
-      const rest = await engine.ask({ prompt: request.prompt, words: WORDS, signal, onText: (text) => { found.text = text; draw(); } });
+      const rest = await engine.ask({ prompt: request.prompt, words: WORDS, signal, onText: (text) => { found.text = text; draw(name); } });
       Object.assign(found, { text: rest.text, ended: rest.ended });
-      draw();
+      draw(name);
+      if (name === "emptied" && made.kept.held && alike(made.kept, found)) draw("kept"); // words told here too are not A's there
       kvInpage.password[name] = found;
-      const leaked = drawn.querySelector("mark");
+      const leaked = leaks(found.text, found.a, found.b, without(found)).map(([begin, end]) => `“${found.text.slice(begin, end)}”`);
       return (first.half ? "The candidates cannot be shown: one of them is half a character. " : "")
-        + (leaked ? "B is told what A said." : name === "kept" ? "B’s words are not A’s this time. Compare the candidates." : "B is told nothing of A’s.");
+        + (leaked.length ? `B is told what A said: ${[...new Set(leaked)].join(", ")}.`
+          : name === "kept" ? "No word of A’s is in B’s answer this time. Compare the candidates." : "B is told nothing of A’s: the cache held none of it.")
+        + (alike(made.emptied, made.kept) ? "" : " The other panel was made with other words. Turn the switch and serve again to compare.");
     }));
   }
 
@@ -188,25 +227,35 @@
   function prefix(root) {
     const part = parts(root), field = (name) => root.querySelector(`#kvi-${name}`), system = field("system"), original = system.value;
     const turn = (who, text) => `<|im_start|>${who}\n${text}<|im_end|>\n`;
-    let rows = [], before = null;
+    let rows = [], opening = ""; // the system prompt of the first row
+    // What sets a second question's prompt apart from the first row's, as it really is
+    function differs(text) {
+      const count = (part) => part.split(/\s+/).filter(Boolean).length;
+      if (text === opening) return "";
+      let same = 0;
+      while (same < text.length && text[same] === opening[same]) same += 1;
+      const inside = /\S$/.test(text.slice(0, same));
+      return `, the system prompt changed from word ${count(text.slice(0, same)) + (inside ? 0 : 1)} of ${count(text)} on`;
+    }
     const ask = (name) => alone(root, async (signal, say, bar) => {
       const fresh = name === "first", beginning = system.value, question = field(name).value.trim();
       if (!question) return "Write a question.";
-      const changed = !fresh && before !== null && beginning !== before;
+      if (!fresh && !rows.length) return "Ask question 1 first: question 2 is measured against it.";
+      const prompt = `${turn("system", beginning)}${turn("user", question)}<|im_start|>assistant\n`, length = engine.tokens(prompt).length;
       bar.hidden = false;
-      bar.removeAttribute("value");
+      bar.value = 0;
+      say(`Reading ${tokens(length)} …${engine.threads === 1 && length > LONG ? " On one thread this may take half a minute." : ""}`);
       const found = await engine.ask({
-        prompt: `${turn("system", beginning)}${turn("user", question)}<|im_start|>assistant\n`, words: SHORT, fresh, signal,
+        prompt, words: SHORT, fresh, signal,
         onRead: (read, of) => { bar.value = read / of; say(`${read} of ${tokens(of)} are in the cache …`); },
         onText: (text) => say(text),
       });
-      if (fresh) rows = [];
+      if (fresh) [rows, opening] = [[], beginning];
       const count = found.cached + found.computed, measure = rows[0]?.ms;
       rows.push({
-        name: fresh ? "Question 1, the cache emptied" : `Question 2${changed ? ", the beginning changed" : ""}`, text: found.text, ended: found.ended,
+        name: fresh ? "Question 1, the cache emptied" : `Question 2${differs(beginning)}`, text: found.text, ended: found.ended,
         tokens: count, cached: found.cached, computed: found.computed, ms: found.firstMs, ratio: measure ? found.firstMs / measure : null,
       });
-      before = beginning;
       part("rows").innerHTML = rows.map(rowHTML).join("");
       part("source").textContent = "measured in this page";
       kvInpage.prefix = rows;
