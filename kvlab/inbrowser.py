@@ -8,6 +8,7 @@ own text: a cell that is changed runs as it stands, and says what it lacks.
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import json
 import os
@@ -21,7 +22,7 @@ NEEDS = ("torch", "transformers", "safetensors", "tokenizers")
 NOTE = "Recorded with the worked lab; the model does not run in this browser."
 REFUSED = (
     "{name} {needs}, which does not run in a browser. Cells that need the model show what was recorded as long as they are left as "
-    "they were. To change one, take the notebook to a kernel of its own (the course's page “Set up”)."
+    "they were, in the site's present copy of the lab. To change one, take the notebook to a kernel of its own (the page “Set up”)."
 )
 
 
@@ -82,26 +83,27 @@ class Recorded:
         """What can be imported is; a value that a cell only shows is what was shown; all else is NotHere."""
         for node in ast.walk(tree):
             if isinstance(node, ast.Import | ast.ImportFrom):
-                try:
+                with contextlib.suppress(ImportError):
                     exec(compile(ast.Module([node], []), "<recorded>", "exec"), self._names)
-                except ImportError:
-                    pass
         for name in stored(tree):
             self._names.setdefault(name, NotHere(name))
         match tree.body:
             case [ast.Expr(ast.Name(name))] if len(bundles) == 1:
-                self._names[name] = ast.literal_eval(bundles[0]["text/plain"])
+                with contextlib.suppress(ValueError, SyntaxError):  # what is shown is no literal
+                    self._names[name] = ast.literal_eval(bundles[0]["text/plain"])
 
 
 def stored(tree: ast.AST) -> Iterator[str]:
     """The names that running a cell would give something to, at its top level."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Import | ast.ImportFrom):
             yield from ((alias.asname or alias.name).partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif not isinstance(node, ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
+            yield from stored(node)
 
 
 class NoModel(MetaPathFinder):

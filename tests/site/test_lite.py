@@ -12,13 +12,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import checks
+import jupytext
 import make_labs
 import nbclient
 import nbformat
 import pytest
 from conftest import ROOT, serve
+from jupyter_cache import get_cache
+from jupyter_cache.base import CacheBundleIn
 from playwright.sync_api import Browser, BrowserContext, Page, expect
 from shared_state import lite
+
+from kvlab.inbrowser import key
 
 pytestmark = pytest.mark.site
 LABS = lite.labs(ROOT)
@@ -164,11 +169,48 @@ def test_what_is_packed_is_the_same_each_time_and_leaves_out_what_cannot_run() -
         "a/tests/test_a.py": b"",
         "a-1.dist-info/RECORD": b"",
     }
-    name, data = lite.wheel("a", "1", files)
-    assert lite.wheel("a", "1", dict(reversed(files.items()))) == (name, data)
-    path = Path(name)
-    assert path.name == "a-1-py3-none-any.whl"
+    data = lite.wheel("a", "1", files)
+    assert lite.wheel("a", "1", dict(reversed(files.items()))) == data
     assert zipfile.ZipFile(io.BytesIO(data)).namelist() == ["a-1.dist-info/METADATA", "a-1.dist-info/WHEEL", "a/__init__.py"]
+
+
+def cached(folder: Path, source: Path, said: str) -> None:
+    """Put a run of a solution into a cache, as a build in another place would have."""
+    cells = [nbformat.v4.new_code_cell(cell.source, metadata=cell.metadata) for cell in jupytext.read(source).cells]
+    for cell in cells:
+        cell.outputs = [nbformat.v4.new_output("stream", text=said)]
+    bundle = CacheBundleIn(nbformat.v4.new_notebook(cells=cells), f"/elsewhere/solutions/{source.name}")
+    get_cache(str(folder)).cache_notebook_bundle(bundle, check_validity=False, overwrite=True)
+
+
+def test_the_run_of_the_present_text_is_taken_wherever_it_was_made(tmp_path: Path) -> None:
+    """Edited, built, undone, built: the first run counts again. A checkout that was moved keeps its runs."""
+    source = tmp_path / "99-none.md"
+    text = "---\njupytext:\n  text_representation: {extension: .md, format_name: myst}\n---\n```{code-cell} ipython3\n:tags: [model, other]\n\n%s\n```\n"
+    for body, said in (("first", "one"), ("second", "two")):
+        source.write_text(text % body, "utf8")
+        cached(tmp_path / "cache", source, said)
+    for body, said in (("first", "one"), ("second", "two")):
+        source.write_text(text % body, "utf8")
+        assert json.loads(lite.recorded(lite.executed(tmp_path / "cache", source))) == {key(body): [{"text/plain": said}]}
+    source.write_text(text % "third", "utf8")
+    with pytest.raises(lite.ExtensionError, match="as it is now, was not executed"):
+        lite.executed(tmp_path / "cache", source)
+    assert lite.MODEL_CELL.search(text) and not lite.MODEL_CELL.search(text.replace("model", "remodel"))
+
+
+def test_wheels_are_renewed_and_old_ones_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A changed library gets another file name; the old file goes; what did not change stays as it is."""
+    monkeypatch.setattr(lite, "needed", lambda names: {"comm": [], "plotly": []})
+    monkeypatch.setattr(lite, "installed", lambda name: ("1", {f"{name}.py": b""}))
+    names = []
+    for code in (b"1", b"2", b"1"):
+        monkeypatch.setattr(lite, "course", lambda root, cache, code=code: {"kvlab/__init__.py": code})
+        lite.write_wheels(ROOT, tmp_path, tmp_path / "kept", tmp_path / "wheels")
+        names.append({path.name.partition("-")[0]: path.name for path in (tmp_path / "wheels").glob("*.whl")})
+    assert names[0] == names[2] and names[0]["kvlab"] != names[1]["kvlab"]
+    assert names[0] | {"kvlab": ""} == names[1] | {"kvlab": ""}
+    assert not list(tmp_path.rglob("*.part"))
 
 
 def test_markers_are_read_for_the_browser() -> None:
@@ -178,15 +220,13 @@ def test_markers_are_read_for_the_browser() -> None:
     assert {"traitlets", "pygments", "wcwidth"} <= set(found)
 
 
-def test_outputs_become_bundles(tmp_path: Path) -> None:
+def test_outputs_become_bundles() -> None:
     cells = [
-        {"cell_type": "code", "metadata": {"tags": ["model"]}, "source": ["loaded = ", "load()"], "outputs": [{"output_type": "stream", "name": "stdout", "text": ["a\n", "b\n"]}, {"output_type": "execute_result", "data": {"text/plain": ["c"], "application/x+json": {"d": 1}}}]},
+        {"cell_type": "code", "metadata": {"tags": ["model"]}, "source": ["loaded = ", "load()"], "outputs": [{"output_type": "stream", "name": "stdout", "text": ["a\n", "b\n"]}, {"output_type": "execute_result", "data": {"text/plain": ["c"], "application/x+json": {"d": 1}}}, {"output_type": "error", "ename": "E", "evalue": "", "traceback": []}]},
         {"cell_type": "code", "metadata": {}, "source": "1", "outputs": [{"output_type": "stream", "text": "not this"}]},
     ]  # fmt: skip
     found = json.loads(lite.recorded(cells))
     assert list(found.values()) == [[{"text/plain": "a\nb"}, {"text/plain": "c", "application/x+json": {"d": 1}}]]
-    with pytest.raises(lite.ExtensionError, match="was not executed"):
-        lite.executed(tmp_path / "cache", tmp_path / "none.md")
 
 
 # ---- the page of a lab ---------------------------------------------------------------------------------------------------

@@ -6,10 +6,8 @@ script. The notebooks and the package they need lie in `_static/labs`, to be dow
 
 from __future__ import annotations
 
-import io
 import re
 import shutil
-import zipfile
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -17,11 +15,11 @@ from typing import Any
 from docutils import nodes
 from sphinx.application import Sphinx
 
+from .lite import archive
 from .lite import labs as browser_labs
 
 FOLDER = "_static/labs"
 PACKAGE = "kvlab.zip"
-THEN = (1980, 1, 1, 0, 0, 0)
 IN_BROWSER = (
     "In the browser the exercises, their checks and all that only counts run on what you write; cells that need the model show what "
     "was recorded. To run those too, take Colab or a Python of your own: "
@@ -84,14 +82,9 @@ def add_bar(app: Sphinx, pagename: str, templatename: str, context: dict[str, An
 def package(root: Path) -> bytes:
     """The library as an archive that pip installs: what is needed to run the labs, and no more of the course."""
     names = [root / "pyproject.toml", root / "README.md", *(path for path in (root / "kvlab").rglob("*") if path.is_file())]
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
-        for path in sorted(names):
-            if "__pycache__" not in path.parts:
-                archive.writestr(
-                    zipfile.ZipInfo(f"kvlab/{path.relative_to(root).as_posix()}", THEN), path.read_bytes(), zipfile.ZIP_DEFLATED
-                )
-    return buffer.getvalue()
+    return archive(
+        {f"kvlab/{path.relative_to(root).as_posix()}": path.read_bytes() for path in names if "__pycache__" not in path.parts}
+    )
 
 
 def copy_labs(app: Sphinx, exception: Exception | None) -> None:

@@ -24,6 +24,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import jupytext
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from sphinx.application import Sphinx
@@ -40,7 +41,8 @@ LOG = logging.getLogger(__name__)
 KERNEL = "@jupyterlite/pyodide-kernel-extension"
 FRONT = ("@jupyter-widgets/jupyterlab-manager", "jupyterlab-plotly", KERNEL)  # what the front end shows and runs with
 APPS = ("notebooks", "tree", "lab")
-START = ("ipykernel", "comm", "pyodide-kernel", "jedi", "ipython", "micropip", "piplite")  # loaded before the first cell
+FOR_KERNEL = ("comm", "ipython", "jedi")
+START = ("ipykernel", "pyodide-kernel", "micropip", "piplite", *FOR_KERNEL)  # loaded before the first cell
 OURS = {"kvlab": ("plotly", "ipywidgets", "tqdm")}  # what a lab imports, with what that imports here
 # not needed where nothing is drawn, served or compiled by Python itself
 LEFT_OUT = re.compile(
@@ -49,6 +51,7 @@ LEFT_OUT = re.compile(
 )
 PYTHON = {"sys_platform": "emscripten", "platform_system": "Emscripten", "os_name": "posix", "python_version": "3.14",
           "python_full_version": "3.14.0", "implementation_name": "cpython", "platform_machine": "wasm32", "extra": ""}  # fmt: skip
+MODEL_CELL = re.compile(r"^:tags: \[[^\]]*\bmodel\b", re.MULTILINE)
 THEN = (1980, 1, 1, 0, 0, 0)  # the age of every file in a wheel: same files, same bytes
 DATE = 1796000000  # what JupyterLite takes for the age of the notebooks, late in 2026; it shows it
 WELCOME = """\
@@ -71,7 +74,7 @@ inbrowser.start()
 
 def labs(root: Path) -> list[str]:
     """The labs that can be opened in the browser, by the names of their files."""
-    return [path.stem for path in sorted((root / "solutions").glob("[0-9]*.md")) if ":tags: [model]" in path.read_text("utf8")]
+    return [path.stem for path in sorted((root / "solutions").glob("[0-9]*.md")) if MODEL_CELL.search(path.read_text("utf8"))]
 
 
 def notebook(root: Path, lab: str) -> str:
@@ -84,21 +87,29 @@ def notebook(root: Path, lab: str) -> str:
 
 
 def executed(cache: Path, source: Path) -> list[dict]:
-    """The cells of a notebook as the build executed them, from jupyter-cache. Raises ExtensionError if it never did."""
+    """The code cells of a solution as the build executed them, from jupyter-cache; found by their text, as myst-nb finds them.
+
+    Raises ExtensionError if there is no such run.
+    """
     from jupyter_cache import get_cache
 
+    wanted = [cell.source.strip() for cell in jupytext.read(source, fmt="md:myst").cells if cell.cell_type == "code"]
     kept = get_cache(str(cache))
-    runs = [record for record in kept.list_cache_records() if record.uri == str(source)]
-    if not runs:
-        raise ExtensionError(f"{source} was not executed: build the site with its notebooks (nb_execution_mode: cache)")
-    return kept.get_cache_bundle(max(runs, key=lambda record: record.created).pk).nb.cells
+    for record in sorted(kept.list_cache_records(), key=lambda record: record.created, reverse=True):
+        if record.uri.endswith(source.name):
+            cells = [cell for cell in kept.get_cache_bundle(record.pk).nb.cells if cell["cell_type"] == "code"]
+            if [_text(cell["source"]).strip() for cell in cells] == wanted:
+                return cells
+    raise ExtensionError(
+        f"{source.name}, as it is now, was not executed: build the site with its notebooks (nb_execution_mode: cache)"
+    )
 
 
 def recorded(cells: Iterable[dict]) -> str:
     """What the cells tagged `model` gave, as the JSON that `kvlab.inbrowser` reads."""
     found = {}
     for cell in cells:
-        if cell["cell_type"] == "code" and "model" in cell["metadata"].get("tags", []):
+        if "model" in cell["metadata"].get("tags", []):
             found[key(_text(cell["source"]))] = [
                 _bundle(output) for output in cell["outputs"] if output["output_type"] != "error"
             ]
@@ -133,24 +144,31 @@ def needed(names: Iterable[str]) -> dict[str, list[str]]:
     return dict(sorted(found.items()))
 
 
-def wheel(name: str, version: str, files: dict[str, bytes]) -> tuple[str, bytes]:
-    """A wheel's file name and bytes."""
-    stem, buffer = f"{name.replace('-', '_')}-{version}", io.BytesIO()
+def archive(files: dict[str, bytes]) -> bytes:
+    """A zip file of these paths; the same files give the same bytes."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as made:
+        for path, data in sorted(files.items()):
+            made.writestr(zipfile.ZipInfo(path, THEN), data, zipfile.ZIP_DEFLATED)
+    return buffer.getvalue()
+
+
+def wheel(name: str, version: str, files: dict[str, bytes]) -> bytes:
+    """A wheel of these files, less what LEFT_OUT leaves out."""
+    stem = f"{name.replace('-', '_')}-{version}"
     about = {
         f"{stem}.dist-info/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n".encode(),
         f"{stem}.dist-info/WHEEL": b"Wheel-Version: 1.0\nGenerator: shared_state\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
-        for path, data in sorted((about | files).items()):
-            if not LEFT_OUT.search(path):
-                archive.writestr(zipfile.ZipInfo(path, THEN), data, zipfile.ZIP_DEFLATED)
-    return f"{stem}-py3-none-any.whl", buffer.getvalue()
+    return archive({path: data for path, data in (about | files).items() if not LEFT_OUT.search(path)})
 
 
 def installed(name: str) -> tuple[str, dict[str, bytes]]:
     """The version and the files of a package of this environment."""
     package = importlib.metadata.distribution(name)
-    files = {path.as_posix(): path for path in package.files or () if not LEFT_OUT.search(path.as_posix())}
+    if not package.files:
+        raise ExtensionError(f"{name} does not say which files it has; install it again with pip")
+    files = {path.as_posix(): path for path in package.files if not LEFT_OUT.search(path.as_posix())}
     return package.version, {name: path.locate().read_bytes() for name, path in files.items() if path.locate().is_file()}
 
 
@@ -165,60 +183,72 @@ def course(root: Path, cache: Path) -> dict[str, bytes]:
 
 
 def write_wheels(root: Path, cache: Path, kept: Path, folder: Path) -> None:
-    """Fill `folder` with wheels and the lock file that tells the kernel about them. Wheels already in `kept` are not packed again."""
+    """Fill `folder` with wheels and the lock file that tells the kernel about them. Wheels already in `kept` are not packed again.
+
+    A file's name tells its content, so that a browser that was here before never takes an old one for a new one.
+    """
     lock = json.loads((root / "node_modules/pyodide/pyodide-lock.json").read_text("utf8")) | {"packages": {}}
+    kept = kept / hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]  # other rules pack other wheels
     folder.mkdir(parents=True, exist_ok=True)
     kept.mkdir(parents=True, exist_ok=True)
     names = set()
 
-    def enter(name: str, version: str, path: Path, needs: Iterable[str]) -> None:
-        if not (folder / path.name).exists() or (folder / path.name).read_bytes() != path.read_bytes():
-            shutil.copyfile(path, folder / path.name)
-        names.add(path.name)
-        inside = {Path(entry).parts[0] for entry in zipfile.ZipFile(path).namelist()}
+    def enter(name: str, version: str, data: bytes, needs: Iterable[str]) -> None:
+        digest = hashlib.sha256(data).hexdigest()
+        file = f"{name.replace('-', '_')}-{version}-0{digest[:10]}-py3-none-any.whl"
+        if not (folder / file).exists():
+            _write(folder / file, data)
+        names.add(file)
+        inside = {Path(entry).parts[0] for entry in zipfile.ZipFile(io.BytesIO(data)).namelist()}
         lock["packages"][name] = {
             "name": name,
             "version": version,
-            "file_name": path.name,
+            "file_name": file,
             "install_dir": "site",
-            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+            "sha256": digest,
             "package_type": "package",
             "imports": sorted(entry.removesuffix(".py") for entry in inside if not entry.endswith(".dist-info")),
             "depends": list(needs),
             "unvendored_tests": False,
         }
 
-    for name, needs in needed([*START[1:2], *START[3:5], *(extra for extras in OURS.values() for extra in extras)]).items():
-        path = kept / f"{name.replace('-', '_')}-{importlib.metadata.version(name)}-py3-none-any.whl"
+    for name, needs in needed([*FOR_KERNEL, *(extra for extras in OURS.values() for extra in extras)]).items():
+        version_here = importlib.metadata.version(name)
+        path = kept / f"{name}-{version_here}.whl"
         if not path.exists():
-            path.write_bytes(wheel(name, *installed(name))[1])
-        enter(name, importlib.metadata.version(name), path, needs)
+            _write(path, wheel(name, *installed(name)))
+        enter(name, version_here, path.read_bytes(), needs)
     for path in sorted(_extension(KERNEL).glob("static/pypi/*.whl")):
         name, version_of = path.name.split("-")[:2]
         if name != "piplite" and not (name == "widgetsnbextension" and version_of.startswith("3")):
-            enter(canonicalize_name(name), version_of, path, {"pyodide_kernel": ["comm", "ipython"]}.get(name, []))
-    stand_in = (root / "book/assets/py/piplite.py").read_bytes()
+            enter(canonicalize_name(name), version_of, path.read_bytes(), {"pyodide_kernel": ["comm", "ipython"]}.get(name, []))
+    no_pip, nbformat = Path(__file__).with_name("nopip.py").read_bytes(), importlib.metadata.version("nbformat")
     made = {
         "piplite": (
             "1",
-            {"piplite/__init__.py": stand_in, "piplite/piplite.py": b"", "piplite/cli.py": b"from piplite import *\n"},
+            {"piplite/__init__.py": no_pip, "piplite/piplite.py": b"", "piplite/cli.py": b"from piplite import *\n"},
         ),
-        "micropip": ("1", {"micropip.py": stand_in}),
-        "nbformat": (importlib.metadata.version("nbformat"), {"nbformat.py": b""}),
+        "micropip": ("1", {"micropip.py": no_pip}),
+        "nbformat": (
+            nbformat,
+            {"nbformat.py": f'"""For plotly, which asks no more of it."""\n__version__ = "{nbformat}"\n'.encode()},
+        ),
         "kvlab": (version, course(root, cache)),
     }
-    made["nbformat"][1]["nbformat.py"] = (
-        f'"""For plotly, which asks no more of it."""\n__version__ = "{made["nbformat"][0]}"\n'.encode()
-    )
     for name, (made_version, files) in made.items():
-        file, data = wheel(name, made_version, files)
-        (kept / file).write_bytes(data)
-        enter(name, made_version, kept / file, OURS.get(name, ()))
+        enter(name, made_version, wheel(name, made_version, files), OURS.get(name, ()))
     lock["packages"]["plotly"]["depends"].append("nbformat")
     (folder / "pyodide-lock.json").write_text(json.dumps(lock, indent=1) + "\n", "utf8")
     for stale in folder.glob("*.whl"):
         if stale.name not in names:
             stale.unlink()
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all."""
+    aside = path.with_suffix(".part")
+    aside.write_bytes(data)
+    aside.replace(path)
 
 
 def _extension(name: str) -> Path:

@@ -181,10 +181,11 @@ def outdated(app: Sphinx, env: BuildEnvironment, added: set[str], changed: set[s
     known = json.loads(store.read_text("utf8")) if store.exists() else {}
     moved = {docname for docname, value in keys.items() if known.get(docname) != value}
     if moved:
-        uris = {str(Path(env.doc2path(docname))) for docname in moved}
+        # by the end of their path: a checkout that was moved, with its cache, holds runs under its old one
+        ends = tuple(f"/{docname}{Path(env.doc2path(docname)).suffix}" for docname in moved)
         cache = get_cache(str(store.parent))
         for record in cache.list_cache_records():
-            if record.uri in uris:
+            if Path(record.uri).as_posix().endswith(ends):
                 cache.remove_cache(record.pk)
         logger.info("executing again, what it uses has changed: %s", ", ".join(sorted(moved)))
     env.shared_state_keys = keys
