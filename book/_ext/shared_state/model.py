@@ -30,31 +30,25 @@ def wanted() -> bool:
 
 
 def write_parts(source: Path, folder: Path, size: int = PART) -> dict[str, Any]:
-    """Write a file as numbered parts of `size` bytes and their index; return the index. What is there already is kept."""
-    try:
-        index = json.loads((folder / "index.json").read_text("utf8"))
-        there = {path.name: path.stat().st_size for path in folder.iterdir() if path.name != "index.json"}
-        if (
-            index["bytes"] == source.stat().st_size
-            and index["parts"][0]["bytes"] == min(size, index["bytes"])
-            and there == {part["name"]: part["bytes"] for part in index["parts"]}
-            and (folder / "index.json").stat().st_mtime >= source.stat().st_mtime
-        ):
-            return index
-    except (OSError, ValueError, LookupError, TypeError):
-        pass  # none, or not whole: it is written anew
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    """Write a file as numbered parts of `size` bytes and their index; return the index.
+
+    A part that is there already, byte for byte, is left alone; a damaged one is written anew; what else is there goes.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
     whole, parts = hashlib.sha256(), []
     with source.open("rb") as file:
         while chunk := file.read(size):
-            name = f"part-{len(parts):02}.bin"
-            (folder / name).write_bytes(chunk)
+            path = folder / f"part-{len(parts):02}.bin"
+            if not path.is_file() or path.read_bytes() != chunk:
+                path.write_bytes(chunk)
             whole.update(chunk)
-            parts.append({"name": name, "bytes": len(chunk), "sha256": hashlib.sha256(chunk).hexdigest()})
+            parts.append({"name": path.name, "bytes": len(chunk), "sha256": hashlib.sha256(chunk).hexdigest()})
     total = sum(part["bytes"] for part in parts)
     index = {"name": source.name, "bytes": total, "sha256": whole.hexdigest(), "parts": parts}
     (folder / "index.json").write_text(json.dumps(index, indent=1) + "\n", "utf8")
+    for path in folder.iterdir():
+        if path.name not in {"index.json", *(part["name"] for part in parts)}:
+            path.unlink()
     return index
 
 

@@ -10,7 +10,7 @@ import { Wllama } from "../vendor/wllama/index.min.js";
 
 const WASM = new URL("../vendor/wllama/wllama.wasm", import.meta.url).href;
 const CONTEXT = 2048; // tokens the cache has room for
-const BATCH = 32; // tokens read between two reports
+const BATCH = 8; // tokens read between two reports; on one thread larger groups are not faster
 const SEED = 0;
 
 export async function start(blob) {
@@ -19,15 +19,21 @@ export async function start(blob) {
   failed.catch(() => {});
   const silent = () => {};
   const logger = { debug: silent, log: silent, warn: silent, error: (what) => fail(what instanceof Error ? what : new Error(what?.message || String(what))) };
-  const wllama = new Wllama({ default: WASM }, { suppressNativeLog: true, logger });
+  // first, so that a file that has none costs no engine
+  const tokens = await vocabulary(blob).catch(() => { throw new Error("the file has no vocabulary that can be read"); });
+  // its own cache of files would need https or localhost; it is given the file, so it needs none
+  const wllama = new Wllama({ default: WASM }, { suppressNativeLog: true, logger, cacheManager: {} });
   wllama.setCompat(null); // its stand-in for older browsers would come from another host
   // threads need a page that is isolated from all others, which a plain file server does not say
   const threads = globalThis.crossOriginIsolated ? Math.max(1, Math.min(4, Math.floor(navigator.hardwareConcurrency / 2))) : 1;
   const loading = wllama.loadModel([blob], { n_gpu_layers: 0, n_threads: threads, n_ctx: CONTEXT, n_batch: BATCH, n_parallel: 1, seed: SEED });
-  const [tokens] = await Promise.race([Promise.all([vocabulary(blob), loading]), failed]).catch((error) => {
-    wllama.exit().catch(silent);
+  try {
+    await Promise.race([loading, failed]);
+    if (!wllama.getLoadedContextInfo().success) throw new Error("it cannot read the file"); // which it does not throw itself
+  } catch (error) {
+    wllama.exit().catch(silent); // its worker holds the file
     throw error;
-  });
+  }
 
   async function ask({ prompt, words, fresh = false, candidates = 0, signal, onText = silent, onRead = silent }) {
     const seen = { text: "", ended: false, candidates: [], cached: 0, computed: 0, firstMs: null, half: false };

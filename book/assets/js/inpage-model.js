@@ -1,9 +1,10 @@
 // The weights: fetched in parts from beside the site, or taken from a file; each part is checked and kept by the browser as it
-// arrives, so a cut download goes on at the next part. Nobody else is asked.
+// arrives, so a cut download goes on at the next part. What is kept is checked again whenever it is read: a disk may lose
+// bytes, and the browser does not say so. Nobody else is asked.
 //
 //   look(model)                         →  {whole: Blob or null, bytes}    what this browser keeps
 //   load(model, {signal, onPart, onBytes})  →  {blob, kept}                the same file, the missing parts fetched
-//   take(model, file)                   →  {blob, kept}                    a file that the reader chose
+//   take(model, file, {signal})         →  {blob, kept}                    a file that the reader chose
 //   remove()                                                               forget all of it
 //
 // `model` is {name, bytes, sha256}. Where the page is not on https or localhost there is no Cache Storage and no hash: the
@@ -23,10 +24,24 @@ async function open(create = true) {
 // the name of a part in the box: an address that nobody is asked for
 const key = (model, part) => new URL(`/${BOX}/${model.sha256}/${part}`, location.href).href;
 
-async function kept(store, model, part, bytes) {
+// A part that is kept, or null; what cannot be read or is damaged is thrown away, so that it is fetched again
+async function kept(store, model, part, sha256) {
   const answer = await store?.match(key(model, part));
-  const blob = await answer?.blob();
-  return blob?.size === bytes ? blob : null;
+  if (!answer) return null;
+  try {
+    const blob = await answer.blob();
+    if (await same(await blob.arrayBuffer(), sha256)) return blob;
+  } catch { /* as a damaged one */ }
+  await store.delete(key(model, part));
+  return null;
+}
+// what the parts should be: [{bytes, sha256}], or nothing
+async function listed(store, model) {
+  try {
+    return (await (await store?.match(key(model, "list")))?.json()) ?? [];
+  } catch {
+    return [];
+  }
 }
 async function keep(store, model, part, body) {
   try {
@@ -44,12 +59,10 @@ async function same(bytes, sha256) {
 }
 
 export async function look(model) {
-  const store = await open(false);
-  const list = await (await store?.match(key(model, "list")))?.json();
-  if (!list) return { whole: null, bytes: 0 };
-  const parts = await Promise.all(list.map((bytes, i) => kept(store, model, i, bytes)));
+  const store = await open(false), parts = [];
+  for (const [i, entry] of (await listed(store, model)).entries()) parts.push(await kept(store, model, i, entry.sha256));
   const bytes = parts.reduce((sum, part) => sum + (part?.size ?? 0), 0);
-  return { whole: parts.every(Boolean) && bytes === model.bytes ? new Blob(parts) : null, bytes };
+  return { whole: bytes === model.bytes ? new Blob(parts) : null, bytes };
 }
 
 async function get(name, signal) {
@@ -93,14 +106,15 @@ export async function load(model, { signal, onPart = () => {}, onBytes = () => {
   const parts = [];
   let done = 0, all = true;
   for (const [i, entry] of index.parts.entries()) {
+    signal?.throwIfAborted();
     onPart(i, index.parts.length);
-    let blob = await kept(store, model, i, entry.bytes);
+    let blob = await kept(store, model, i, entry.sha256);
     if (!blob) {
       const base = done;
       blob = await part(entry, signal, (size) => onBytes(base + size));
-      if (!i) all = await keep(store, model, "list", JSON.stringify(index.parts.map((each) => each.bytes)));
       all = (await keep(store, model, i, blob)) && all;
     }
+    if (!i) all = (await keep(store, model, "list", JSON.stringify(index.parts.map(({ bytes, sha256 }) => ({ bytes, sha256 }))))) && all;
     parts.push(blob);
     done += blob.size;
     onBytes(done);
@@ -108,12 +122,16 @@ export async function load(model, { signal, onPart = () => {}, onBytes = () => {
   return { blob: new Blob(parts), kept: all };
 }
 
-export async function take(model, file) {
+export async function take(model, file, { signal } = {}) {
   if (file.size !== model.bytes)
     throw new Error(`${file.name} has ${file.size.toLocaleString("en")} bytes, the weights have ${model.bytes.toLocaleString("en")}.`);
-  if (!(await same(await file.arrayBuffer(), model.sha256))) throw new Error(`${file.name} has the right size and another SHA-256: it is not these weights.`);
+  // neither reading nor hashing can be halted, but nobody has to wait for their end
+  const halted = new Promise((_, reject) => signal?.addEventListener("abort", () => reject(signal.reason)));
+  const right = file.arrayBuffer().then((bytes) => same(bytes, model.sha256));
+  if (!(await Promise.race([halted, right]))) throw new Error(`${file.name} has the right size and another SHA-256: it is not these weights.`);
   const store = await open();
-  const list = await keep(store, model, "list", JSON.stringify([file.size]));
+  signal?.throwIfAborted();
+  const list = await keep(store, model, "list", JSON.stringify([{ bytes: file.size, sha256: model.sha256 }]));
   return { blob: file, kept: (await keep(store, model, 0, file)) && list };
 }
 
