@@ -4,7 +4,8 @@
     python tools/make_labs.py --check                             exit 1 if a committed lab is out of date
 
 A solution is a MyST notebook. Cells are marked by tags: `exercise` holds an answer between `### BEGIN SOLUTION` and
-`### END SOLUTION`; `check` is graded, its points in the cell's metadata; `solution-only` is left out of the lab.
+`### END SOLUTION`; `check` is graded, its points in the cell's metadata; `solution-only` is left out of the lab;
+`model` needs PyTorch in a lab that otherwise does not (book/_ext/shared_state/lite.py).
 nbgrader's own preprocessors do the rest: they lock the checks, clear the answers and the outputs.
 """
 
