@@ -122,7 +122,7 @@ def main() -> int:
         versions=record.versions() | {name: engine[name] for name in ("wllama", "llama.cpp", "browser")},
         seed=0,
         created=datetime.date.today().isoformat(),
-        settings={"context": 2048, "batch": 32, "temperature": 0, "cache": "f16", "rounds": ROUNDS},
+        settings={"context": 2048, "batch": 8, "temperature": 0, "cache": "f16", "rounds": ROUNDS},
     )
     run = record.Run(dataclasses.replace(manifest, seconds=round(time.monotonic() - begin, 1)), data)
     print(run.save(), json.dumps(data, indent=1, ensure_ascii=False))

@@ -147,7 +147,7 @@
     }
   }
 
-  // One thing at a time: the engine has one cache. Stop ends it between two tokens, or two groups of 32 while it reads.
+  // One thing at a time: the engine has one cache. Stop ends it between two tokens, or two groups of eight while it reads.
   async function alone(root, work) {
     if (busy) return;
     busy = true;
