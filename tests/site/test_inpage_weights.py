@@ -69,7 +69,8 @@ def alone(browser: Browser, little: tuple[str, dict[str, Any]]) -> Iterator[chec
 CALL = """async ([model, body]) => {
   const library = await import('/js/inpage-model.js'), box = await caches.open('shared-state-model');
   const at = (part) => `/shared-state-model/${model.sha256}/${part}`, text = async (blob) => blob && [...new Uint8Array(await blob.arrayBuffer())];
-  try { return await new Function('library', 'model', 'box', 'at', 'text', `return (async () => { ${body} })()`)(library, model, box, at, text); }
+  const late = new Promise((_, reject) => setTimeout(() => reject(new Error('no end after 10 s')), 10000));
+  try { return await Promise.race([late, new Function('library', 'model', 'box', 'at', 'text', `return (async () => { ${body} })()`)(library, model, box, at, text)]); }
   catch (error) { return { error: error.name, said: error.message, damaged: Boolean(error.damaged) }; }
 }"""
 
@@ -138,8 +139,8 @@ FULL = "Cache.prototype.put = async () => { throw new DOMException('no room', 'Q
 @pytest.mark.site
 @pytest.mark.parametrize("room", range(4))
 def test_no_room_is_not_called_kept(alone: checks.Visit, little: tuple, room: int) -> None:
-    """The browser takes `room` of four things and refuses the next: the file is whole, in memory, and not called kept."""
-    once = f"const put = Cache.prototype.put; let left = {room}; Cache.prototype.put = async function (...all) {{ if (left-- > 0) return put.apply(this, all); throw new DOMException('no room', 'QuotaExceededError'); }};"
+    """The browser takes `room` of four things, refuses the next, takes what follows: the file is whole, in memory, and not called kept."""
+    once = f"const put = Cache.prototype.put; let left = {room}; Cache.prototype.put = async function (...all) {{ if (left--) return put.apply(this, all); throw new DOMException('no room', 'QuotaExceededError'); }};"
     assert call(alone.page, little, f"{once} {LOAD}") == {"kept": False, "whole": WHOLE}
 
 
@@ -154,6 +155,11 @@ def test_a_chosen_file(alone: checks.Visit, little: tuple) -> None:
     page, right = alone.page, TAKE.format(bytes=WHOLE, then="")
     stopped = TAKE.format(bytes=WHOLE, then="halt.abort();")
     assert call(page, little, stopped)["error"] == "AbortError"
+    opening = (
+        "const open = caches.open.bind(caches); CacheStorage.prototype.open = (name) => { halt.abort(); return open(name); };"
+    )
+    assert call(page, little, TAKE.format(bytes=WHOLE, then=opening))["error"] == "AbortError"
+    page.reload()
     page.wait_for_timeout(200)  # for a check that goes on
     assert call(page, little, LOOK) == {"bytes": 0, "whole": None}
     # one that never can be read stands for one that takes long
