@@ -209,7 +209,7 @@ def edits(run: Run) -> go.Figure:
             hovertemplate="%{y}<br>" + label + ": %{x} tokens<extra></extra>",
         )
     fig.update_layout(barmode="stack")
-    fig.update_xaxes(title="tokens of the second prompt")
+    fig.update_xaxes(title="tokens")
     return apply(
         fig,
         height=560,
