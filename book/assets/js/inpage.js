@@ -103,7 +103,7 @@
         document.querySelectorAll(".kvi fieldset").forEach((controls) => (controls.disabled = false));
       } catch (error) {
         const stopped = error.name === "AbortError";
-        what = stopped ? `Stopped. What came before is kept. ${AGAIN}`
+        what = stopped ? (get === picked ? "Stopped. Nothing of the file is kept." : `Stopped. What came before is kept. ${AGAIN}`)
           : error.damaged ? `${error.message} It is not kept. Build the site again with “MODEL_IN_SITE=1 make site”, then press the button again.`
           : whole ? `The engine did not start: ${error.message}. It needs a recent Chrome, Edge or Firefox. The recorded answers stay below.`
           : get === picked ? `${error.message} Choose ${model.name}; “kvlab model show” tells where it lies.`
@@ -129,7 +129,7 @@
     const picked = async () => {
       bar.removeAttribute("value");
       say(`Checking ${file.files[0].name} …`);
-      return library.take(model, file.files[0]);
+      return library.take(model, file.files[0], { signal: halt.signal });
     };
     load.addEventListener("click", () => bring(fetched));
     stop.addEventListener("click", () => halt.abort());
