@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -10,11 +11,12 @@ from pathlib import Path
 import jupytext
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
+from shared_state import lite
 
-import kvlab
 from kvlab import inbrowser
 from kvlab.inbrowser import NeedsModel, NoModel, Recorded, key, stored
 
+ROOT = Path(__file__).parents[1]
 MODEL_CELL = "import torchless_thing as thing\nfrom math import pi\nloaded = thing.load()\nrows = [1]\nloaded"
 
 
@@ -70,12 +72,13 @@ def test_blanks_at_the_ends_do_not_count() -> None:
     assert key("\nloaded\n\n") == key("loaded") != key("loaded2")
 
 
-def test_a_missing_model_says_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["torch", "transformers", "safetensors", "tokenizers"])
+def test_a_missing_model_says_where_it_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "meta_path", [NoModel()])
-    for name in [name for name in sys.modules if name.partition(".")[0] == "tokenizers"]:
-        monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(ModuleNotFoundError, match="needs tokenizers, which does not run in a browser.*kernel of its own"):
-        import tokenizers  # noqa: F401
+    for loaded in [loaded for loaded in sys.modules if loaded.partition(".")[0] == name]:
+        monkeypatch.delitem(sys.modules, loaded)
+    with pytest.raises(ModuleNotFoundError, match=f"needs {name}, which does not run in a browser.*kernel of its own"):
+        importlib.import_module(name)
     assert NoModel().find_spec("torchlike") is None and NoModel().find_spec("json") is None
 
 
@@ -103,12 +106,12 @@ def test_start_takes_over_the_cells_of_the_labs_and_only_once(tmp_path: Path, mo
     assert "model said this" in told and "other said this" in told
 
 
-@pytest.mark.parametrize("lab", ["02-ledger", "05-blocks", "06-prefix"])
+@pytest.mark.parametrize("lab", lite.labs(ROOT))
 def test_cells_that_are_not_marked_use_no_name_of_those_that_are(lab: str) -> None:
     """What a marked cell imports or defines is not there in the browser."""
     missing: set[str] = set()
     problems = []
-    solution = jupytext.read(Path(kvlab.__file__).parents[1] / "solutions" / f"{lab}.md", fmt="md:myst")
+    solution = jupytext.read(ROOT / "solutions" / f"{lab}.md", fmt="md:myst")
     known: set[str] = set()
     for cell in solution.cells:
         if cell.cell_type != "code":

@@ -1,9 +1,12 @@
-"""Find Chromium and start it quietly: no first-run pages, no background requests."""
+"""Find Chromium and start it quietly: no first-run pages, no background requests; and serve it a folder, without a log."""
 
 from __future__ import annotations
 
+import functools
+import http.server
 import os
 import shutil
+import threading
 from pathlib import Path
 
 NAMES = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome", "chrome", "msedge")
@@ -31,6 +34,18 @@ def launch(playwright):
     if path is None:
         raise FileNotFoundError("no Chromium: install Debian's package `chromium`, or set CHROMIUM to a Chrome or Edge")
     return playwright.chromium.launch(executable_path=path, headless=True, args=FLAGS, chromium_sandbox=False)
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *args: object) -> None:
+        """Say nothing."""
+
+
+def serve(folder: Path, host: str = "127.0.0.1") -> http.server.ThreadingHTTPServer:
+    """Serve a folder on a free port (`server_port`) until `shutdown()`, or until the process ends."""
+    server = http.server.ThreadingHTTPServer((host, 0), functools.partial(_Quiet, directory=str(folder)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server
 
 
 if __name__ == "__main__":

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import functools
-import http.server
 import json
 import statistics
 import sys
-import threading
 import time
 from pathlib import Path
 
-from browser import launch
+from browser import launch, serve
 from playwright.sync_api import Page, sync_playwright
 
 from kvlab import record
@@ -27,20 +24,6 @@ ROOT = Path(__file__).parents[1]
 PATIENCE = 300_000  # milliseconds
 ROUNDS = 3
 SIDE = ("held", "cached", "computed", "candidates", "text", "ended")  # of a panel
-
-
-class Quiet(http.server.SimpleHTTPRequestHandler):
-    """A file server that writes no log."""
-
-    def log_message(self, *args: object) -> None:
-        """Say nothing."""
-
-
-def serve(folder: Path) -> str:
-    """Serve a folder on a free port until the process ends; return its address."""
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(folder)))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    return f"http://127.0.0.1:{server.server_address[1]}"
 
 
 def press(page: Page, button: str) -> None:
@@ -108,7 +91,7 @@ def main() -> int:
         browser = launch(playwright)
         page = browser.new_page()
         page.set_default_timeout(PATIENCE)
-        page.goto(f"{serve(site)}/book/inpage.html")
+        page.goto(f"http://127.0.0.1:{serve(site).server_port}/book/inpage.html")
         data = use(page, weights.gguf_path(model))
         browser.close()
     engine = data["engine"]

@@ -158,7 +158,7 @@ def prefix_html(run: Run) -> str:
         f'<label for="kvi-second">Question 2</label>\n<input id="kvi-second" value="{html.escape(texts["second"])}" autocomplete="off">\n'
         '<div class="kvi-row"><button type="button" class="kvi-first" data-part="first">Empty the cache, ask question 1</button>\n'
         '<button type="button" data-part="second">Ask question 2</button>\n<button type="button" data-part="stop" hidden>Stop</button></div>\n'
-        '<p class="kvi-note">On one thread a prompt as long as this one may take half a minute to read. The bar shows how far it is.</p>\n'
+        '<p class="kvi-note">On one thread a prompt as long as this one takes a while to read. The bar shows how far it is.</p>\n'
         '</fieldset>\n</form>\n<progress data-part="bar" max="1" value="0" aria-label="Reading the prompt" hidden></progress>\n'
         '<p class="kvi-says" data-part="says" role="status"></p>\n<p class="kvi-source" data-part="source">recorded</p>\n'
         '<div class="kvi-scroll" tabindex="0" role="group" aria-label="The requests">\n<table class="kvi-asked">\n<thead><tr><th scope="col">request'

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import http.server
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,20 +14,10 @@ ROOT = Path(__file__).parents[2]
 SITE = ROOT / "_build" / "html"
 
 
-class QuietHandler(http.server.SimpleHTTPRequestHandler):
-    """A file server that writes no log."""
-
-    def log_message(self, *args: object) -> None:
-        """Say nothing."""
-
-
 @functools.cache
 def serve(folder: Path) -> str:
     """Serve a folder on a free port of this machine until the tests end; return its address."""
-    handler = functools.partial(QuietHandler, directory=str(folder))
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    return f"http://127.0.0.1:{server.server_address[1]}"
+    return f"http://127.0.0.1:{chromium.serve(folder).server_port}"
 
 
 @pytest.fixture(scope="session")

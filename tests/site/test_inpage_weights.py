@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import http.server
 import json
 import re
 import socket
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import browser as chromium
 import checks
 import conftest
 import pytest
@@ -227,16 +225,14 @@ def test_an_engine_that_failed_is_gone(browser: Browser, with_weights: str) -> N
 
 def open_to_others(folder: Path) -> str:
     """Serve a folder under an address that a browser does not take for this machine's own; return the address."""
-    handler = functools.partial(conftest.QuietHandler, directory=str(folder))
-    server = http.server.ThreadingHTTPServer(("0.0.0.0", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    server = chromium.serve(folder, "0.0.0.0")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # of a datagram socket: nothing is sent
             name = probe.getsockname()[0]
         except OSError:  # no network: this address leads here too, and is not called secure
             name = "0.0.0.0"
-    return f"http://{name}:{server.server_address[1]}"
+    return f"http://{name}:{server.server_port}"
 
 
 @pytest.mark.site

@@ -21,7 +21,7 @@ from conftest import ROOT, serve
 from jupyter_cache import get_cache
 from jupyter_cache.base import CacheBundleIn
 from playwright.sync_api import Browser, BrowserContext, Page, expect
-from shared_state import lite
+from shared_state import labpage, lite
 
 from kvlab.inbrowser import key
 
@@ -250,10 +250,17 @@ def test_every_lab_page_says_how_to_work_on_it(browser: Browser, site: Path, lab
         button.focus()
         seen.page.keyboard.press("Enter")
         expect(button).to_have_text("Hide the answers")
+        expect(button).to_have_attribute("aria-pressed", "true")
         assert all(answers.nth(i).locator(".cell_input").is_visible() for i in range(exercises))
         answers.first.locator("summary").click()
         expect(button).to_have_text("Show the answers")
         expect(button).to_have_attribute("aria-pressed", "false")
+        folded = "[...document.querySelectorAll('details.kv-answer')].map(each => each.open)"
+        before = seen.page.evaluate(folded)
+        seen.page.evaluate("dispatchEvent(new Event('beforeprint'))")
+        assert all(seen.page.evaluate(folded)) and not all(before)
+        seen.page.evaluate("dispatchEvent(new Event('afterprint'))")
+        assert seen.page.evaluate(folded) == before
         problems = checks.complaints(seen) + checks.external_requests(seen)
     assert not problems, "\n".join(problems)
 
@@ -276,6 +283,19 @@ def test_the_setup_page_names_the_labs_that_run_in_the_browser(site: Path) -> No
     numbers = [str(int(lab[:2])) for lab in LABS]
     words = f"Labs {', '.join(numbers[:-1])} and {numbers[-1]} open in the browser"
     assert words in " ".join((ROOT / "book" / "setup.md").read_text("utf8").split())
+
+
+def test_with_a_repository_colab_opens_the_notebook_itself() -> None:
+    with_one = labpage.bar("05-blocks", lambda path: path, in_browser=True, repository="someone/course")
+    assert 'github/someone/course/blob/main/labs/05-blocks.ipynb">Open in Colab<' in with_one
+
+
+def test_what_was_compiled_is_not_in_the_package(tmp_path: Path) -> None:
+    for name in ("pyproject.toml", "README.md", "kvlab/__init__.py", "kvlab/__pycache__/x.pyc"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    names = zipfile.ZipFile(io.BytesIO(labpage.package(tmp_path))).namelist()
+    assert names == ["kvlab/README.md", "kvlab/kvlab/__init__.py", "kvlab/pyproject.toml"]
 
 
 def test_the_package_in_the_site_is_the_library(site: Path) -> None:

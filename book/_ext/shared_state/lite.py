@@ -43,7 +43,7 @@ FRONT = ("@jupyter-widgets/jupyterlab-manager", "jupyterlab-plotly", KERNEL)  # 
 APPS = ("notebooks", "tree", "lab")
 FOR_KERNEL = ("comm", "ipython", "jedi")
 START = ("ipykernel", "pyodide-kernel", "micropip", "piplite", *FOR_KERNEL)  # loaded before the first cell
-OURS = {"kvlab": ("plotly", "ipywidgets", "tqdm")}  # what a lab imports, with what that imports here
+FOR_LABS = ("plotly", "ipywidgets", "tqdm")  # what kvlab imports here
 # not needed where nothing is drawn, served or compiled by Python itself
 LEFT_OUT = re.compile(
     r"__pycache__|\.so$|(^|/)tests?/|^\.\.|^plotly/(package_data/(?!templates)|labextension)|/(RECORD|INSTALLER|REQUESTED|direct_url\.json)$"
@@ -55,7 +55,7 @@ MODEL_CELL = re.compile(r"^:tags: \[[^\]]*\bmodel\b", re.MULTILINE)
 THEN = (1980, 1, 1, 0, 0, 0)  # the age of every file in a wheel: same files, same bytes
 DATE = 1796000000  # what JupyterLite takes for the age of the notebooks, late in 2026; it shows it
 WELCOME = """\
-*This copy of the lab runs in your browser.* Python starts by itself, in ten seconds or so. The exercises, their checks and all cells that only count run here, on what you write. A browser runs no PyTorch: cells that need the model show what was \
+*This copy of the lab runs in your browser.* Python starts by itself, which takes a while. The exercises, their checks and all cells that only count run here, on what you write. A browser runs no PyTorch: cells that need the model show what was \
 recorded with the worked lab, and nothing you write reaches them.
 
 Your work is kept by this browser alone, and Python forgets when the page is closed: after coming back, *Run → Run All Cells*. A cell that never ends is ended by *Kernel → Restart Kernel*. To keep your work elsewhere or hand it in: *File → Download*. \
@@ -212,7 +212,7 @@ def write_wheels(root: Path, cache: Path, kept: Path, folder: Path) -> None:
             "unvendored_tests": False,
         }
 
-    for name, needs in needed([*FOR_KERNEL, *(extra for extras in OURS.values() for extra in extras)]).items():
+    for name, needs in needed([*FOR_KERNEL, *FOR_LABS]).items():
         version_here = importlib.metadata.version(name)
         path = kept / f"{name}-{version_here}.whl"
         if not path.exists():
@@ -236,7 +236,7 @@ def write_wheels(root: Path, cache: Path, kept: Path, folder: Path) -> None:
         "kvlab": (version, course(root, cache)),
     }
     for name, (made_version, files) in made.items():
-        enter(name, made_version, wheel(name, made_version, files), OURS.get(name, ()))
+        enter(name, made_version, wheel(name, made_version, files), FOR_LABS if name == "kvlab" else ())
     lock["packages"]["plotly"]["depends"].append("nbformat")
     (folder / "pyodide-lock.json").write_text(json.dumps(lock, indent=1) + "\n", "utf8")
     for stale in folder.glob("*.whl"):

@@ -6,12 +6,11 @@ every figure, and prints the whole with an outline. What needs a click is left a
 
 from __future__ import annotations
 
-import functools
-import http.server
 import sys
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import browser as chromium
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -66,33 +65,28 @@ FOOT = (
 WIDTH = 700  # CSS pixels between the margins of an A4 page
 
 
-class _Quiet(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, *args: object) -> None:
-        """Say nothing."""
-
-
 def print_site(site: Path, target: Path, browser: Browser) -> int:
     """Write the PDF; return how many pages of the site are in it. Raises RuntimeError for a figure that is not drawn."""
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Quiet, directory=str(site))) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        page = browser.new_page(viewport={"width": WIDTH, "height": 1000}, color_scheme="light", reduced_motion="reduce")
-        try:
-            page.set_default_timeout(180_000)
-            page.goto(f"http://127.0.0.1:{server.server_address[1]}/{FRONT}")
-            page.wait_for_load_state("networkidle")
-            count = page.evaluate(JOIN)
-            page.emulate_media(media="print")
-            page.add_style_tag(content=STYLE)
-            _draw(page)
-            margin = {"top": "18mm", "bottom": "18mm", "left": "13mm", "right": "13mm"}
-            target.parent.mkdir(parents=True, exist_ok=True)
-            page.pdf(
-                path=target, format="A4", margin=margin, outline=True, tagged=True, print_background=True,
-                display_header_footer=True, header_template="<span></span>", footer_template=FOOT,
-            )  # fmt: skip
-        finally:
-            page.close()
-            server.shutdown()
+    server = chromium.serve(site)
+    page = browser.new_page(viewport={"width": WIDTH, "height": 1000}, color_scheme="light", reduced_motion="reduce")
+    try:
+        page.set_default_timeout(180_000)
+        page.goto(f"http://127.0.0.1:{server.server_port}/{FRONT}")
+        page.wait_for_load_state("networkidle")
+        count = page.evaluate(JOIN)
+        page.emulate_media(media="print")
+        page.add_style_tag(content=STYLE)
+        _draw(page)
+        margin = {"top": "18mm", "bottom": "18mm", "left": "13mm", "right": "13mm"}
+        target.parent.mkdir(parents=True, exist_ok=True)
+        page.pdf(
+            path=target, format="A4", margin=margin, outline=True, tagged=True, print_background=True,
+            display_header_footer=True, header_template="<span></span>", footer_template=FOOT,
+        )  # fmt: skip
+    finally:
+        page.close()
+        server.shutdown()
+        server.server_close()
     return count
 
 
@@ -110,7 +104,6 @@ def _draw(page: Page) -> None:
 
 def main(arguments: list[str]) -> None:
     """Read the two paths, open Chromium, print."""
-    import browser as chromium
     from playwright.sync_api import sync_playwright
 
     if len(arguments) != 2:

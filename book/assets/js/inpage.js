@@ -79,7 +79,7 @@
       stop.hidden = bar.hidden = true;
       const where = library.secure() ? "" : " This page is not on https or localhost: the browser will keep nothing, and the file’s size alone is checked.";
       say(text ?? (whole ? `This browser keeps the model: ${size}. Starting it asks the network for no weights.`
-        : carried ? `Nothing is loaded. The model has ${size} and comes from this site alone; the engine has 10 MB more.${where}`
+        : carried ? `Nothing is loaded. The model has ${size} and comes from this site alone; the engine comes on top of it.${where}`
         : `This site was built without the weights (“MODEL_IN_SITE=1 make site” builds it with them). Choose the file yourself.${where}`), state);
     }
     async function bring(get) {
@@ -244,7 +244,7 @@
       const prompt = `${turn("system", beginning)}${turn("user", question)}<|im_start|>assistant\n`, length = engine.tokens(prompt).length;
       bar.hidden = false;
       bar.value = 0;
-      say(`Reading ${tokens(length)} …${engine.threads === 1 && length > LONG ? " On one thread this may take half a minute." : ""}`);
+      say(`Reading ${tokens(length)} …${engine.threads === 1 && length > LONG ? " On one thread this takes a while." : ""}`);
       const found = await engine.ask({
         prompt, words: SHORT, fresh, signal,
         onRead: (read, of) => { bar.value = read / of; say(`${read} of ${tokens(of)} are in the cache …`); },
