@@ -8,6 +8,7 @@ import statistics
 import sys
 import time
 
+from bench import replay
 from kvlab.core.blocks import BlockManager
 from kvlab.core.trace import Trace
 
@@ -19,6 +20,7 @@ def main() -> None:
     show("the same with the log on", f"{on:,.0f}/s", "300,000/s")
     for name, ratio in pool_ratios(1_000, 1_000_000).items():
         show(f"{name}, 1,000,000 blocks to 1,000", f"{ratio:.2f}", "at most 1.5")
+    trace_costs()
     if "--no-model" not in sys.argv:
         print("paged cache, bundled model, float32, CPU, one thread")
         ratio, paged, dynamic = decode_ratio(rows=8, length=512)
@@ -27,7 +29,30 @@ def main() -> None:
 
 
 def show(what: str, measured: str, target: str) -> None:
-    print(f"  {what:<58} {measured:>14}   target {target}")
+    print(f"  {what:<58} {measured:>14}{f'   target {target}' if target else ''}")
+
+
+def trace_costs() -> None:
+    """A server's day (`bench.replay`): what a request and a token cost, beside what nano-vllm's scheme counts on the same trace."""
+    requests = replay.trace()
+    best = min(
+        (replay.replay(BlockManager(replay.BLOCKS), requests) for _ in range(5)), key=lambda c: c.start + c.token + c.end
+    )
+    counts, hashed = replay.nano_vllm_counts(requests), replay.our_hashes(requests)
+    print(
+        f"replay of {best.requests:,} requests, {best.tokens:,} tokens generated, pool of {replay.BLOCKS:,} blocks of {replay.BLOCK}"
+    )
+    micro = lambda seconds, calls: f"{seconds / calls * 1e6:.2f} us"  # noqa: E731
+    show("a request starts: admitted, allocated, committed", micro(best.start, best.requests), "")
+    show("a token", micro(best.token, best.tokens), "flat in the pool's size")
+    show("a request ends", micro(best.end, best.requests), "")
+    print(f"  nano-vllm's scheme on this trace: {', '.join(f'{count:,} {what}' for what, count in counts.items())}")
+    show("blocks hashed, to the full blocks of all requests", f"{hashed / counts['hashes']:.3f}", "1")
+    show("bytes of a cached block", f"{replay.bytes_per_cached_block():,.0f}", "at most 600")
+    first, again, by_tokens = replay.asking(tokens=2_048)
+    show("can_allocate, 2,048 cached tokens: by the tokens", f"{by_tokens * 1e6:.1f} us", "")
+    show("the same with a chain, the first time", f"{first * 1e6:.1f} us", "")
+    show("the same with a chain, again", f"{again * 1e6:.1f} us", "the same for any length")
 
 
 def append_rate(trace: Trace | None, tokens: int = 500_000) -> float:

@@ -27,7 +27,8 @@ def state(m):
         {name: asdict(s) for name, s in m._sequences.items()},
         [(b.ref_count, dict(b.owners), b.prefix and b.prefix.key, b.created, b.last_access) for b in m._blocks],
         (list(m._blank), list(m._evictable), m._clock),
-        {key: [(p.label, list(p.blocks), p.children) for p in bucket] for key, bucket in m._index.buckets.items()},
+        [(p.key, p.label, list(p.blocks), p.children) for p in m._index],
+        (dict(m._pins), m.prefix_stats, m._changes),
     )
 
 
@@ -306,10 +307,10 @@ def test_a_hole_ends_the_hit():
 
 
 def test_the_hole_test_can_fail():
-    def past_the_hole(self, tokens, domain):
+    def past_the_hole(self, chain, most=None):
         hits, prefix = [], None
-        for k in range(self.most_hits(len(tokens))):
-            prefix = self.find(prefix, self.label(tokens, k, domain))
+        for k in range(self.most_hits(len(chain.tokens))):
+            prefix = self.find(prefix, chain, k)
             if prefix is None:
                 break
             hits += list(prefix.blocks)[:1]

@@ -9,7 +9,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvlab.core.blocks import BlockManager
+    from kvlab.core.blocks import BlockManager, Sequence
 
 
 class InvariantError(RuntimeError):
@@ -52,6 +52,10 @@ def _references(m: BlockManager) -> None:
     for s in m._sequences.values():
         for i in s.table:
             owners.setdefault(i, Counter())[s.owner] += 1
+    for name, (table, _) in m._pins.items():
+        for i in table:
+            named[i] += 1
+            owners.setdefault(i, Counter())["pin", name] += 1
     for i, block in enumerate(m._blocks):
         _must("references", block.ref_count == named[i], f"block {i} counts {block.ref_count}, {named[i]} tables name it")
         _must("owners", block.owners == owners.get(i, {}), f"block {i} is tagged {block.owners}, held by {owners.get(i)}")
@@ -59,7 +63,7 @@ def _references(m: BlockManager) -> None:
 
 def _pool(m: BlockManager) -> None:
     blank, evictable = set(m._blank), set(m._evictable)
-    held = {i for s in m._sequences.values() for i in s.table}
+    held = {i for s in m._sequences.values() for i in s.table} | {i for table, _ in m._pins.values() for i in table}
     _must("pool", len(blank) == len(m._blank), "a block is in the free list twice: it was freed twice")
     _must(
         "pool",
@@ -78,22 +82,20 @@ def _pool(m: BlockManager) -> None:
 
 
 def _index(m: BlockManager) -> None:
-    known = [p for bucket in m._index.buckets.values() for p in bucket]
+    known = list(m._index)
+    there = set(map(id, known))
     entered = {i: p for p in known for i in p.blocks}
     _must("index", len(entered) == sum(len(p.blocks) for p in known), "a block can be found by two prefixes")
     for i, block in enumerate(m._blocks):
         _must("index", block.prefix is entered.get(i), f"block {i} and the index disagree on what it holds")
     children = Counter(id(p.parent) for p in known if p.parent is not None)
-    for key, bucket in m._index.buckets.items():
-        for p in bucket:
+    for key, p in m._index.buckets.items():
+        while p is not None:
             _must("index", p.key == key and p.children == children[id(p)], "a prefix is filed under a wrong key or count")
-            _must("index", len(p.label[1]) == m.block_size, "a block can be found that is not full")
+            _must("index", len(p.tokens) == m.block_size, "a block can be found that is not full")
             _must("index", p.blocks or p.children, "a prefix is kept that no block holds and nothing hangs on")
-            _must(
-                "index",
-                p.parent is None or p.parent in m._index.buckets.get(p.parent.key, ()),
-                "a prefix lost its parent",
-            )
+            _must("index", p.parent is None or id(p.parent) in there, "a prefix lost its parent")
+            p = p.rest
 
 
 def _contents(m: BlockManager) -> None:
@@ -107,18 +109,32 @@ def _contents(m: BlockManager) -> None:
         lead: object = s.domain
         for k, i in enumerate(s.table):
             chunk = s.tokens[k * bs : (k + 1) * bs]
-            lead_before, other, who = meaning.get(i, (lead, chunk, name))
+            behind = _behind(s, k)
+            lead_before, other, behind_before, who = meaning.get(i, (lead, chunk, behind, name))
             overlap = min(len(chunk), len(other))
             agree = lead == lead_before and chunk[:overlap] == other[:overlap]
+            agree = agree and _below(k * bs + overlap, behind) == _below(k * bs + overlap, behind_before)
             _must("contents", agree, f"block {i} holds other tokens for {name!r} than for {who!r}: written without a copy")
-            meaning[i] = (lead, max(chunk, other, key=len), name)
+            longest = (chunk, behind) if len(chunk) > len(other) else (other, behind_before)
+            meaning[i] = (lead, *longest, name)
             prefix = m._blocks[i].prefix
             if prefix is not None:
-                domain, known = prefix.label
-                agree = domain == (s.domain if k == 0 else ()) and list(known[: len(chunk)]) == chunk
+                agree = prefix.domain == s.domain and list(prefix.tokens[: len(chunk)]) == chunk
+                agree = agree and _below(len(s.tokens), prefix.extra) == (() if k else s.domain) + behind
                 _must("contents", agree, f"block {i} can be found by tokens that {name!r} does not have there")
                 parent = m._blocks[s.table[k - 1]].prefix if k else None
                 _must("contents", prefix.parent is parent, f"block {i} can be found by a history {name!r} does not have")
-            if m.cache_prefixes and s.written >= (k + 1) * bs:
+            if s.publish and s.written >= (k + 1) * bs:
                 _must("contents", prefix is not None, f"block {i} of {name!r} is full and written, but cannot be found")
-            lead = hash((lead, tuple(chunk)))
+            lead = hash((lead, tuple(chunk), behind))
+
+
+def _behind(s: Sequence, k: int) -> tuple:
+    """What stands behind the tokens of the `k`-th block of `s` besides their ids."""
+    start, stop = k * s.block_size, (k + 1) * s.block_size
+    return tuple((at, s.extra[at]) for at in sorted(s.extra) if start <= at < stop)
+
+
+def _below(stop: int, extra: tuple) -> tuple:
+    """Those of `extra` that stand at no token (salt, adapter) or at one before `stop`."""
+    return tuple(entry for entry in extra if type(entry[0]) is str or entry[0] < stop)

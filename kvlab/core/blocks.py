@@ -10,18 +10,18 @@ The pool is `num_blocks` blocks of `block_size` token slots. Nothing here touche
   (PagedAttention, arXiv 2309.06180, section 4.4; the chained key is vLLM's).
 - **Eviction.** A freed block that can be found stays findable until its slot is needed, least recently used first.
 
-Every call either succeeds or raises and leaves the state as it was. Every call costs the same at any pool size.
+Every call either succeeds or raises and leaves the state as it was. Every call but `drop` costs the same at any pool size.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from kvlab.core.audit import InvariantError, audit
-from kvlab.core.prefixes import Prefix, PrefixIndex, domain_of
+from kvlab.core.prefixes import Chain, Extra, Prefix, PrefixIndex, Tag, chain_of, domain_of, extra_of, token_ids
 from kvlab.core.trace import Trace
 
 __all__ = [
@@ -67,43 +67,87 @@ class BlockInfo(NamedTuple):
     last_access: int | None
 
 
+@dataclass
+class PrefixStats:
+    """Counters of `allocate`, ever growing: requests that looked up, tokens they asked for, tokens that were there.
+
+    Requests that come back after a preemption are counted apart: what they find they have mostly written themselves.
+    """
+
+    requests: int = 0
+    queries: int = 0
+    hits: int = 0
+    preempted_requests: int = 0
+    preempted_queries: int = 0
+    preempted_hits: int = 0
+
+    def count(self, queries: int, hits: int, preempted: bool) -> None:
+        """One more request, of `queries` tokens of which `hits` were there."""
+        if preempted:
+            self.preempted_requests += 1
+            self.preempted_queries += queries
+            self.preempted_hits += hits
+        else:
+            self.requests += 1
+            self.queries += queries
+            self.hits += hits
+
+
+NOBODY: dict[Hashable, int] = {}  # the owners of every block that nobody holds; never written to
+
+
 @dataclass(slots=True, eq=False)
 class Block:
     """One block's bookkeeping. `owners` tags who holds it, and how often; `prefix` is what it can be found by."""
 
     ref_count: int = 0
-    owners: dict[Hashable, int] = field(default_factory=dict)
+    owners: dict[Hashable, int] = field(default_factory=lambda: NOBODY)
     prefix: Prefix | None = None
     created: int = 0
     last_access: int = 0
 
 
-@dataclass(slots=True, eq=False)
-class Sequence:
-    """One request. The K/V of `tokens[:written]` is in the pool; the slots of the rest are reserved."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence(Chain):
+    """One request. The K/V of `tokens[:written]` is in the pool; the slots of the rest are reserved.
 
-    tokens: list[int]
+    `publish`: whether its full blocks become findable.
+    """
+
     table: list[int]
     written: int
     owner: Hashable
-    domain: tuple
+    publish: bool
 
 
 class BlockManager:
     """Tables, references, copy-on-write, prefix index and eviction for a pool of `num_blocks` blocks.
 
     `seq` is any hashable name, token ids are ints of 0 and more. With `cache_prefixes=False` nothing is ever found.
-    With a `trace`, every change of a block is logged.
+    With a `trace`, every change of a block is logged. `watermark`, a share of the pool, is kept free when requests are
+    admitted (`allocate`), so that those that run find room to grow (`append`).
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int = 16, *, cache_prefixes: bool = True, trace: Trace | None = None
+        self,
+        num_blocks: int,
+        block_size: int = 16,
+        *,
+        cache_prefixes: bool = True,
+        trace: Trace | None = None,
+        watermark: float = 0.0,
     ) -> None:
         self.num_blocks = _count("num_blocks", num_blocks, 1)
         self.block_size = _count("block_size", block_size, 1)
+        if not isinstance(watermark, int | float) or not 0 <= watermark < 1:
+            raise ValueError(f"watermark must be a share of the pool, at least 0 and below 1, not {watermark!r}")
         self.cache_prefixes, self.trace = cache_prefixes, trace
+        self.watermark_blocks = int(watermark * num_blocks)
         self._clock = 0
+        self._changes = 0  # of what can be found, and of who holds it
+        self._stats = PrefixStats()
         self._sequences: dict[Hashable, Sequence] = {}
+        self._pins: dict[Hashable, tuple[list[int], tuple]] = {}  # name -> its blocks, its domain
         self._clear()
 
     def _clear(self) -> None:
@@ -117,37 +161,83 @@ class BlockManager:
     def allocate(
         self,
         seq: Hashable,
-        tokens: Iterable[int],
+        tokens: Iterable[int] | Chain,
         *,
         owner: Hashable | None = None,
-        salt: str | None = None,
-        adapter: str | None = None,
+        salt: Tag | None = None,
+        adapter: Tag | None = None,
+        extra: Extra | None = None,
+        lookup: bool = True,
+        publish: bool = True,
+        preempted: bool = False,
     ) -> Allocation:
         """Start a sequence: share what is cached of `tokens`, reserve blocks for the rest.
 
-        `owner` tags its blocks (default: `seq` itself). Only sequences of the same `salt` and `adapter` share.
         At least the last token is left to compute: without a query there are no logits.
+
+        Args:
+            owner: tags its blocks; by default `seq` itself.
+            salt, adapter: only sequences of the same salt and adapter share.
+            extra: position -> what stands behind the token there, such as a picture's hash. From that block on only
+                sequences with the same one share.
+            lookup: False: compute everything, for a request that needs the logits of all its prompt.
+            publish: False: leave nothing behind; none of its blocks can ever be found.
+            preempted: it ran before and comes back; its hits are counted apart.
         """
-        tokens = _prompt(tokens)
-        domain = domain_of(salt, adapter)
+        chain = self._chain(tokens, salt, adapter, extra)
         owner = self._new_name(seq, owner)
-        hits = self._index.match(tokens, domain)
-        self._require(self._missing(len(tokens), hits))
+        hits = self._match(chain) if lookup else []
+        self._require(self._missing(len(chain.tokens), self._held(hits)))
         self._clock += 1
-        table = self._claim(hits, self._blocks_for(len(tokens)) - len(hits), owner)
+        table = self._claim(hits, self._blocks_for(len(chain.tokens)) - len(hits), owner)
         cached = len(hits) * self.block_size
-        self._sequences[seq] = Sequence(tokens, table, cached, owner, domain)
+        s = self._sequences[seq] = Sequence(
+            chain.tokens, self.block_size, chain.domain, chain.extra, chain.keys, chain.labels,
+            table=table, written=cached, owner=owner, publish=publish and self.cache_prefixes,
+        )  # fmt: skip
+        if chain is tokens:  # the caller's: it may be asked with again
+            s.tokens, s.extra, s.keys, s.labels = list(s.tokens), dict(s.extra), list(s.keys), list(s.labels)
+        if lookup and self.cache_prefixes:
+            self._stats.count(len(s.tokens), cached, preempted)
         if self.trace is not None:
             for k, i in enumerate(table):
                 start = k * self.block_size
-                stop = min(start + self.block_size, len(tokens))
+                stop = min(start + self.block_size, len(s.tokens))
                 self._log("hit" if k < len(hits) else "reserve", seq, owner, i, start, stop)
         return Allocation(list(table), cached)
 
-    def can_allocate(self, tokens: Iterable[int], *, salt: str | None = None, adapter: str | None = None) -> bool:
-        """Whether `allocate` with these arguments would find room now. The same count, so the answer holds."""
-        tokens = _prompt(tokens)
-        return self._missing(len(tokens), self._index.match(tokens, domain_of(salt, adapter))) <= 0
+    def can_allocate(
+        self,
+        tokens: Iterable[int] | Chain,
+        *,
+        salt: Tag | None = None,
+        adapter: Tag | None = None,
+        extra: Extra | None = None,
+        lookup: bool = True,
+    ) -> bool:
+        """Whether `allocate` with these arguments would find room now. The same count, so the answer holds.
+
+        Asked with a `chain` it costs nothing to ask again while no block is published, taken or given back.
+        """
+        chain = self._chain(tokens, salt, adapter, extra)
+        if self._missing(len(chain.tokens), 0) <= 0:
+            return True  # there is room even if it shares nothing
+        if not lookup:
+            return False
+        if chain.seen[:2] != (self, self._changes):
+            chain.seen = self, self._changes, self._held(self._match(chain))
+        return self._missing(len(chain.tokens), chain.seen[2]) <= 0
+
+    def chain(
+        self, tokens: Iterable[int], *, salt: Tag | None = None, adapter: Tag | None = None, extra: Extra | None = None
+    ) -> Chain:
+        """What `allocate` and `can_allocate` take in place of tokens: a request that waits is checked and hashed once."""
+        return chain_of(tokens, self.block_size, salt=salt, adapter=adapter, extra=extra)
+
+    def history(self, seq: Hashable) -> Chain:
+        """All of a sequence's tokens as a `chain`, the keys that are known with it: to allocate it again after a preemption."""
+        s = self._sequence(seq)
+        return Chain(list(s.tokens), s.block_size, s.domain, dict(s.extra), list(s.keys), list(s.labels))
 
     def append_token(self, seq: Hashable, token: int) -> list[BlockCopy]:
         """`append` for one token. The common case, room in a block of one's own, is short-cut here."""
@@ -167,11 +257,12 @@ class BlockManager:
                     return []
         return self.append(seq, (token,))
 
-    def append(self, seq: Hashable, tokens: Iterable[int]) -> list[BlockCopy]:
-        """Reserve slots for more tokens. Make the returned copies before writing their K/V."""
+    def append(self, seq: Hashable, tokens: Iterable[int], *, extra: Extra | None = None) -> list[BlockCopy]:
+        """Reserve slots for more tokens. Make the returned copies before writing their K/V. `extra`: as in `allocate`."""
         s = self._sequence(seq)
-        tokens = _token_ids(tokens)
+        tokens = token_ids(tokens)
         start, stop = len(s.tokens), len(s.tokens) + len(tokens)
+        extra = extra_of(extra, start, stop)
         into_tail = bool(tokens) and start % self.block_size > 0
         copy = into_tail and self._must_copy(s.table[-1])
         grow = self._blocks_for(stop) - len(s.table)
@@ -179,10 +270,11 @@ class BlockManager:
         self._clock += 1
         copies = [self._copy_on_write(seq, s)] if copy else []
         if into_tail:
-            self._unpublish(s.table[-1])  # it is about to hold something else
+            self._forget(s.table[-1], "unpublish", seq, s.owner)  # it is about to hold something else
             self._blocks[s.table[-1]].last_access = self._clock
         s.table += self._claim([], grow, s.owner)
         s.tokens += tokens
+        s.extra |= extra
         if self.trace is not None and tokens:
             for k in range(start // self.block_size, len(s.table)):
                 first = k * self.block_size
@@ -198,7 +290,7 @@ class BlockManager:
         if num_tokens < s.written:
             raise ValueError(f"num_tokens is {num_tokens}, but {s.written} tokens are committed; truncate to go back")
         self._clock += 1
-        if self.cache_prefixes:
+        if s.publish:
             for k in range(s.written // self.block_size, num_tokens // self.block_size):
                 self._publish(seq, s, k)
         s.written = num_tokens
@@ -212,7 +304,11 @@ class BlockManager:
         self._clock += 1
         table = s.table[: self._blocks_for(prefix_len)]
         self._share(table, owner)
-        self._sequences[dst] = Sequence(s.tokens[:prefix_len], table, min(s.written, prefix_len), owner, s.domain)
+        self._sequences[dst] = Sequence(
+            list(s.tokens), s.block_size, s.domain, s.extra, list(s.keys), list(s.labels),
+            table=table, written=min(s.written, prefix_len), owner=owner, publish=s.publish,
+        )  # fmt: skip
+        self._sequences[dst].cut(prefix_len)
         for i in table:
             self._log("share", dst, owner, i, note=f"from {src}")
 
@@ -227,8 +323,9 @@ class BlockManager:
             raise ValueError(f"num_tokens is {num_tokens}, past the end of {seq!r}, which has {len(s.tokens)} tokens")
         self._clock += 1
         keep = self._blocks_for(num_tokens)
-        self._give_back(seq, s, s.table[keep:])
-        del s.table[keep:], s.tokens[num_tokens:]
+        self._give_back(seq, s.table[keep:], s.owner)
+        del s.table[keep:]
+        s.cut(num_tokens)
         s.written = min(s.written, num_tokens)
 
     def free(self, seq: Hashable) -> None:
@@ -236,13 +333,72 @@ class BlockManager:
         s = self._sequence(seq)
         self._clock += 1
         del self._sequences[seq]
-        self._give_back(seq, s, s.table)
+        self._give_back(seq, s.table, s.owner)
+
+    # ---- what stays, and what goes ------------------------------------------------------------------------------------
+
+    def pin(
+        self,
+        name: Hashable,
+        tokens: Iterable[int] | Chain,
+        *,
+        salt: Tag | None = None,
+        adapter: Tag | None = None,
+        extra: Extra | None = None,
+    ) -> int:
+        """Keep what is cached of `tokens` from eviction until `unpin(name)`; says of how many tokens. At 0 nothing is pinned.
+
+        Its blocks are tagged with the owner `("pin", name)`.
+        """
+        _hashable("name", name)
+        if name in self._pins:
+            raise ValueError(f"pin {name!r} exists already; unpin it first or choose another name")
+        chain = self._chain(tokens, salt, adapter, extra)
+        table = self._match(chain, len(chain.tokens) // self.block_size)
+        if table:
+            self._clock += 1
+            self._share(table, ("pin", name))
+            self._pins[name] = table, chain.domain
+            for i in table:
+                self._log("pin", None, ("pin", name), i)
+        return len(table) * self.block_size
+
+    def unpin(self, name: Hashable) -> None:
+        """End a pin: its blocks stay cached like any others."""
+        _hashable("name", name)
+        if name not in self._pins:
+            raise UnknownSequence(f"no pin {name!r}: it was never made, or it is gone already")
+        self._clock += 1
+        self._give_back(None, self._pins.pop(name)[0], ("pin", name))
+
+    def drop(self, *, salt: Tag | None = None, adapter: Tag | None = None) -> int:
+        """Forget what is cached under a salt, an adapter, or both; says of how many blocks. Requests that live go on.
+
+        For an adapter loaded anew under its old name, or a tenant that leaves. Nobody finds a block of theirs afterwards, nor
+        any that its live requests write yet; its pins end. It looks at every block of the pool.
+        """
+        wanted = set(domain_of(salt, adapter))
+        if not wanted:
+            raise ValueError("drop needs a salt or an adapter; reset() forgets everything")
+        self._clock += 1
+        for name in [name for name, (_, domain) in self._pins.items() if wanted <= set(domain)]:
+            self.unpin(name)
+        for s in self._sequences.values():
+            s.publish = s.publish and not wanted <= set(s.domain)
+        gone = [i for i, b in enumerate(self._blocks) if b.prefix is not None and wanted <= set(b.prefix.domain)]
+        for i in gone:
+            self._forget(i, "unpublish")
+            if i in self._evictable:
+                del self._evictable[i]
+                self._blank.append(i)
+        return len(gone)
 
     def reset(self) -> bool:
-        """Forget every cached prefix. Refused (False, nothing changes) while any sequence lives."""
-        if self._sequences:
+        """Forget every cached prefix. Refused (False, nothing changes) while any sequence lives or a prefix is pinned."""
+        if self._sequences or self._pins:
             return False
         self._clear()
+        self._changes += 1
         self._log("reset")
         return True
 
@@ -264,6 +420,16 @@ class BlockManager:
     def sequences(self) -> list[Hashable]:
         """The names of all live sequences."""
         return list(self._sequences)
+
+    @property
+    def pins(self) -> dict[Hashable, int]:
+        """The pinned prefixes, and how many tokens of each are held."""
+        return {name: len(table) * self.block_size for name, (table, _) in self._pins.items()}
+
+    @property
+    def prefix_stats(self) -> PrefixStats:
+        """How often prefixes were looked up and found so far (a copy). A reset does not set the counters back."""
+        return replace(self._stats)
 
     @property
     def num_free_blocks(self) -> int:
@@ -303,33 +469,40 @@ class BlockManager:
 
     def _hold(self, i: int, owner: Hashable) -> None:
         block = self._blocks[i]
-        if block.ref_count <= 0:  # only then can it be there, and a look into a large table is not free
-            self._evictable.pop(i, None)
+        if block.ref_count <= 0:
+            if block.prefix is not None:  # only then can it be there, and a look into a large table is not free
+                self._evictable.pop(i, None)
+                self._changes += 1
+            block.owners = {owner: 1}
+        else:
+            block.owners[owner] = block.owners.get(owner, 0) + 1
         block.ref_count += 1
-        block.owners[owner] = block.owners.get(owner, 0) + 1
         block.last_access = self._clock
 
     def _release(self, i: int, owner: Hashable) -> None:
         block = self._blocks[i]
         block.ref_count -= 1
-        block.owners[owner] = block.owners.get(owner, 0) - 1
-        if block.owners[owner] < 1:
-            del block.owners[owner]
+        left = block.owners.get(owner, 0) - 1
+        if left > 0:
+            block.owners[owner] = left
+        else:
+            block.owners.pop(owner, None)
         block.last_access = self._clock
         if block.ref_count == 0:
             self._reclaim(i)
 
-    def _give_back(self, seq: Hashable, s: Sequence, table: list[int]) -> None:
+    def _give_back(self, seq: Hashable, table: list[int], owner: Hashable) -> None:
         for i in reversed(table):  # tails first, so that they are evicted before the heads they hang on
-            self._release(i, s.owner)
-            self._log("release", seq, s.owner, i)
+            self._release(i, owner)
+            self._log("release", seq, owner, i)
 
     def _reclaim(self, i: int) -> None:
-        self._blocks[i].owners = {}  # a dict that was emptied keeps its size
+        self._blocks[i].owners = NOBODY
         if self._blocks[i].prefix is None:
             self._blank.append(i)
         else:
             self._evictable[i] = None
+            self._changes += 1
 
     def _take(self, owner: Hashable) -> int:
         """A free block: a blank one, else one never used, else the least recently used findable one."""
@@ -340,8 +513,8 @@ class BlockManager:
             self._blocks.append(Block())
         else:
             i = self._victim()
-            self._unpublish(i)
-            self._log("evict", block=i)
+            self._evictable.pop(i, None)
+            self._forget(i, "evict")
         self._hold(i, owner)
         self._blocks[i].created = self._clock
         return i
@@ -361,19 +534,33 @@ class BlockManager:
 
     # ---- what can be found ------------------------------------------------------------------------------------------
 
+    def _match(self, chain: Chain, most: int | None = None) -> list[int]:
+        return self._index.match(chain, most) if self.cache_prefixes else []
+
     def _publish(self, seq: Hashable, s: Sequence, k: int) -> None:
         """Make the `k`-th block of `s` findable: it is full and its K/V is written."""
         i = s.table[k]
         if self._blocks[i].prefix is None:
             parent = self._blocks[s.table[k - 1]].prefix if k else None
-            self._blocks[i].prefix = self._index.add(i, parent, self._index.label(s.tokens, k, s.domain))
-            self._log("publish", seq, s.owner, i, k * self.block_size, (k + 1) * self.block_size)
+            prefix = self._blocks[i].prefix = self._index.add(i, parent, s, k)
+            self._changes += 1
+            if self.trace is not None:
+                entry = prefix.key.hex(), parent and parent.key.hex(), prefix.tokens, dict(s.domain).get("adapter")
+                self._log("publish", seq, s.owner, i, k * self.block_size, (k + 1) * self.block_size, entry=entry)
 
     def _unpublish(self, i: int) -> None:
         """Block `i` is about to hold something else: nobody may find it by what it held before."""
         prefix, self._blocks[i].prefix = self._blocks[i].prefix, None
         if prefix is not None:
             self._index.remove(i, prefix)
+            self._changes += 1
+
+    def _forget(self, i: int, why: str, seq: Hashable = None, owner: Hashable = None) -> None:
+        """Unpublish block `i`, if it can be found, and say so in the log."""
+        prefix = self._blocks[i].prefix
+        if prefix is not None:
+            self._unpublish(i)
+            self._log(why, seq, owner, i, entry=(prefix.key.hex(),))
 
     # ---- small change -----------------------------------------------------------------------------------------------
 
@@ -394,19 +581,33 @@ class BlockManager:
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def _missing(self, num_tokens: int, hits: list[int]) -> int:
-        """How many blocks an allocation lacks. A hit that is free now is no longer there to take."""
-        revived = sum(self._blocks[i].ref_count == 0 for i in hits)
-        return self._blocks_for(num_tokens) - len(hits) - (self.num_free_blocks - revived)
+    def _chain(self, tokens: Iterable[int] | Chain, salt, adapter, extra) -> Chain:
+        if not isinstance(tokens, Chain):
+            return chain_of(tokens, self.block_size, salt=salt, adapter=adapter, extra=extra)
+        if tokens.block_size != self.block_size:
+            raise ValueError(f"the chain is of blocks of {tokens.block_size}, the pool of {self.block_size}: make it anew")
+        if (salt, adapter, extra) != (None, None, None):
+            raise ValueError("salt, adapter and extra are the chain's own; give them when you make it")
+        return tokens
+
+    def _held(self, hits: list[int]) -> int:
+        """Hits that somebody holds. A hit that is free now is shared, too, and no longer there to take: it saves no block."""
+        return sum(self._blocks[i].ref_count > 0 for i in hits)
+
+    def _missing(self, num_tokens: int, held: int) -> int:
+        """How many blocks an allocation lacks of which `held` are shared with somebody who lives."""
+        return self._blocks_for(num_tokens) - held + self.watermark_blocks - self.num_free_blocks
 
     def _require(self, missing: int) -> None:
         if missing > 0:
-            free = self.num_free_blocks
-            raise OutOfBlocks(f"{missing} blocks short ({free} of {self.num_blocks} free): free a sequence, or wait")
+            raise OutOfBlocks(
+                f"{missing} blocks short ({self.num_free_blocks} of {self.num_blocks} free"
+                f"{f', {self.watermark_blocks} kept for those that run' * bool(self.watermark_blocks)}): free a sequence, or wait"
+            )
 
-    def _log(self, what: str, seq=None, owner=None, block=None, start=None, stop=None, note=None) -> None:
+    def _log(self, what: str, seq=None, owner=None, block=None, start=None, stop=None, note=None, entry=()) -> None:
         if self.trace is not None:
-            self.trace.log(what, seq, owner, block, start, stop, note)
+            self.trace.log(what, seq, owner, block, start, stop, note, entry)
 
 
 def _count(name: str, value: int, least: int) -> int:
@@ -420,21 +621,3 @@ def _hashable(name: str, value: Hashable) -> None:
         hash(value)
     except TypeError:
         raise ValueError(f"{name} must be hashable, like a str or an int; got {type(value).__name__}") from None
-
-
-def _token_ids(tokens: Iterable[int]) -> list[int]:
-    try:
-        ids = list(tokens)
-    except TypeError:
-        raise ValueError(f"tokens must be a list of token ids, not {type(tokens).__name__}") from None
-    for t in ids:
-        if type(t) is not int or t < 0:
-            raise ValueError(f"tokens holds {t!r}; ids are ints of 0 and more (of a tensor or array pass .tolist())")
-    return ids
-
-
-def _prompt(tokens: Iterable[int]) -> list[int]:
-    ids = _token_ids(tokens)
-    if not ids:
-        raise ValueError("tokens is empty; a sequence starts with at least one token")
-    return ids

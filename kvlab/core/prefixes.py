@@ -1,30 +1,87 @@
 """The prefix index: from the tokens a request begins with to the blocks that hold their K/V already.
 
-Only full blocks are in it, one key each. Keys are chained, key(parent's key, this block's tokens), because a block's
-K/V depends on every token before it, not only on its own. Salt and adapter enter at block 0; the chain carries them on.
+Only full blocks are in it, one key each. Keys are chained, key(parent's key, this block's label), because a block's
+K/V depends on every token before it, not only on its own. A label is the block's tokens, and what else its K/V depends on: salt
+and adapter at block 0, the picture behind a placeholder wherever it stands. The chain carries them on. A key is computed once
+and kept: in the `Chain` of a request that waits, then in its sequence, then in the index.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from hashlib import blake2b
+from struct import Struct
+from struct import error as does_not_fit
+
+Tag = str | int | bytes
+"""What a salt, an adapter, or what stands behind a token is named by."""
+
+Extra = Mapping[int, Tag]
+"""Position -> what stands behind the token there."""
+
+
+@dataclass(slots=True, eq=False)
+class Chain:
+    """The tokens of a request, and the key of each of its full blocks, computed when it is first asked for.
+
+    `BlockManager.chain` makes one. A request that waits keeps it and asks with it again: nothing is hashed twice.
+
+    tokens      token ids
+    block_size  of the manager it was made by
+    domain      who may share it (see `domain_of`)
+    extra       position -> what stands behind the token there besides its id, a picture's hash for instance
+    """
+
+    tokens: list[int]
+    block_size: int
+    domain: tuple = ()
+    extra: dict[int, Tag] = field(default_factory=dict)
+    keys: list[bytes] = field(default_factory=list)
+    labels: list[bytes | tuple] = field(default_factory=list)
+    seen: tuple = (None, 0, 0)  # the answer to the last look-up: whose, at which of its changes, and how many hits were held
+
+    def cut(self, num_tokens: int) -> None:
+        """Keep the first `num_tokens` tokens, and the keys of the blocks they fill."""
+        whole = num_tokens // self.block_size
+        del self.tokens[num_tokens:], self.keys[whole:], self.labels[whole:]
+        if self.extra:
+            self.extra = {at: what for at, what in self.extra.items() if at < num_tokens}
 
 
 class Prefix:
     """A run of full blocks' tokens, from the first token on: those of `parent`, then those in `label`.
 
-    `blocks` hold the K/V of its last block: none (a hole), one, or several that were computed side by side.
-    `children` counts the longer prefixes that hang on it.
+    `block` holds the K/V of its last block; None is a hole. `twins` hold the same, computed side by side. `children` counts
+    the longer prefixes that hang on it. `rest` goes on to another prefix with the same key: nearly always there is none.
     """
 
-    __slots__ = ("blocks", "children", "key", "label", "parent")
+    __slots__ = ("block", "children", "domain", "key", "label", "parent", "rest", "twins")
 
-    def __init__(self, key: bytes, parent: Prefix | None, label: tuple) -> None:
-        self.key, self.parent, self.label = key, parent, label
-        self.blocks: dict[int, None] = {}  # a dict for its order: of equal blocks the oldest is found
+    def __init__(self, key: bytes, parent: Prefix | None, label: bytes | tuple, domain: tuple, rest: Prefix | None) -> None:
+        self.key, self.parent, self.label, self.domain, self.rest = key, parent, label, domain, rest
+        self.block: int | None = None
+        self.twins: tuple[int, ...] = ()
         self.children = 0
 
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """All blocks that hold it; the first one is found."""
+        return () if self.block is None else (self.block, *self.twins)
 
-def domain_of(salt: str | int | bytes | None, adapter: str | int | bytes | None) -> tuple:
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The token ids of its last block."""
+        packed = self.label if type(self.label) is bytes else self.label[1]
+        return packed if type(packed) is tuple else Struct(f"<{len(packed) // 4}I").unpack(packed)
+
+    @property
+    def extra(self) -> tuple:
+        """What its last block depends on besides its tokens and its parent."""
+        return () if type(self.label) is bytes else self.label[0]
+
+
+def domain_of(salt: Tag | None, adapter: Tag | None) -> tuple:
     """Who may share with whom. Tagged, so that a salt "x" and an adapter "x" are two domains."""
     for name, value in (("salt", salt), ("adapter", adapter)):
         if value is not None and not isinstance(value, str | int | bytes):
@@ -37,59 +94,141 @@ class PrefixIndex:
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        self.buckets: dict[bytes, list[Prefix]] = {}  # a bucket has one entry unless keys collide
+        self.buckets: dict[bytes, Prefix] = {}  # by key; keys that collide are linked through `rest`
+        self._pack = Struct(f"<{block_size}I").pack
 
-    def match(self, tokens: list[int], domain: tuple) -> list[int]:
-        """The cached blocks `tokens` begins with. The first hole ends the hit, whatever is cached behind it."""
+    def __iter__(self) -> Iterator[Prefix]:
+        for prefix in self.buckets.values():
+            while prefix is not None:
+                yield prefix
+                prefix = prefix.rest
+
+    def match(self, chain: Chain, most: int | None = None) -> list[int]:
+        """The cached blocks `chain` begins with, `most` at most. The first hole ends the hit, whatever is cached behind it."""
         hits: list[int] = []
         prefix = None
-        for k in range(self.most_hits(len(tokens))):
-            prefix = self.find(prefix, self.label(tokens, k, domain))
-            if prefix is None or not prefix.blocks:
+        for k in range(self.most_hits(len(chain.tokens)) if most is None else most):
+            prefix = self.find(prefix, chain, k)
+            if prefix is None or prefix.block is None:
                 break
-            hits.append(next(iter(prefix.blocks)))
+            hits.append(prefix.block)
         return hits
 
     def most_hits(self, num_tokens: int) -> int:
         """The last token is never a hit: it has to be computed, or there is no query and there are no logits."""
         return (num_tokens - 1) // self.block_size
 
-    def label(self, tokens: list[int], k: int, domain: tuple) -> tuple:
-        """What block `k` adds to the chain."""
-        return (domain if k == 0 else (), tuple(tokens[k * self.block_size : (k + 1) * self.block_size]))
+    def label(self, chain: Chain, k: int) -> bytes | tuple:
+        """What block `k` adds to the chain: its tokens, packed; with what else it depends on, a pair of that and them."""
+        start, stop = k * self.block_size, (k + 1) * self.block_size
+        tokens = chain.tokens[start:stop]
+        try:
+            packed = self._pack(*tokens)
+        except does_not_fit:  # ids of 2³² and more, as nobody has: right, and larger
+            packed = tuple(tokens)
+        extra = () if k else chain.domain
+        if chain.extra:
+            extra += tuple((at, chain.extra[at]) for at in sorted(chain.extra) if start <= at < stop)
+        return (extra, packed) if extra or type(packed) is tuple else packed
 
-    def key(self, parent: Prefix | None, label: tuple) -> bytes:
-        """The same in every process, unlike `hash`: whoever has the tokens can compute it."""
-        return blake2b((parent.key if parent else b"") + repr(label).encode(), digest_size=16).digest()
+    def key(self, parent: bytes, label: bytes | tuple) -> bytes:
+        """The same in every process, unlike `hash`: whoever has the tokens can compute it. `parent`: its key, b"" at block 0."""
+        return blake2b(parent + (label if type(label) is bytes else repr(label).encode()), digest_size=16).digest()
 
-    def same(self, prefix: Prefix, parent: Prefix | None, label: tuple) -> bool:
+    def same(self, prefix: Prefix, parent: Prefix | None, label: bytes | tuple) -> bool:
         """Keys may collide, so the tokens decide. `parent` was found the same way: this covers the whole chain."""
         return prefix.parent is parent and prefix.label == label
 
-    def find(self, parent: Prefix | None, label: tuple) -> Prefix | None:
-        """The prefix that goes on from `parent` with `label`, if it is known."""
-        bucket = self.buckets.get(self.key(parent, label), ())
-        return next((p for p in bucket if self.same(p, parent, label)), None)
+    def find(self, parent: Prefix | None, chain: Chain, k: int) -> Prefix | None:
+        """The prefix that goes on from `parent` with block `k` of `chain`, if it is known."""
+        keys, labels = chain.keys, chain.labels
+        while len(keys) <= k:  # each block is hashed here, once
+            labels.append(self.label(chain, len(keys)))
+            keys.append(self.key(keys[-1] if keys else b"", labels[-1]))
+        prefix, label = self.buckets.get(keys[k]), labels[k]
+        while prefix is not None and not self.same(prefix, parent, label):
+            prefix = prefix.rest
+        return prefix
 
-    def add(self, block: int, parent: Prefix | None, label: tuple) -> Prefix:
-        """Enter `block`, whose K/V is written."""
-        prefix = self.find(parent, label)
+    def add(self, block: int, parent: Prefix | None, chain: Chain, k: int) -> Prefix:
+        """Enter `block`, whose K/V is written, as block `k` of `chain`."""
+        prefix = self.find(parent, chain, k)
         if prefix is None:
-            prefix = Prefix(self.key(parent, label), parent, label)
-            self.buckets.setdefault(prefix.key, []).append(prefix)
+            key = chain.keys[k]
+            prefix = self.buckets[key] = Prefix(key, parent, chain.labels[k], chain.domain, self.buckets.get(key))
             if parent is not None:
                 parent.children += 1
-        prefix.blocks[block] = None
+        if prefix.block is None:
+            prefix.block = block
+        else:
+            prefix.twins += (block,)
         return prefix
 
     def remove(self, block: int, prefix: Prefix | None) -> None:
         """Take `block` out. A prefix stays while a block holds it or a longer prefix hangs on it."""
-        prefix.blocks.pop(block, None)
-        while prefix is not None and not prefix.blocks and not prefix.children:
-            bucket = self.buckets[prefix.key]
-            bucket.remove(prefix)
-            if not bucket:
-                del self.buckets[prefix.key]
+        left = [b for b in prefix.blocks if b != block]
+        prefix.block, prefix.twins = (left[0], tuple(left[1:])) if left else (None, ())
+        while prefix is not None and prefix.block is None and not prefix.children:
+            self._unlink(prefix)
             prefix = prefix.parent
             if prefix is not None:
                 prefix.children -= 1
+
+    def _unlink(self, prefix: Prefix) -> None:
+        before = self.buckets[prefix.key]
+        if before is not prefix:
+            while before.rest is not prefix:
+                before = before.rest
+            before.rest = prefix.rest
+        elif prefix.rest is not None:
+            self.buckets[prefix.key] = prefix.rest
+        else:
+            del self.buckets[prefix.key]
+
+
+def chain_of(
+    tokens: Iterable[int], block_size: int, *, salt: Tag | None = None, adapter: Tag | None = None, extra: Extra | None = None
+) -> Chain:
+    """A request's chain. Raises ValueError for what are no token ids, no salt, no adapter, or no extra of these tokens."""
+    ids = token_ids(tokens)
+    if not ids:
+        raise ValueError("tokens is empty; a sequence starts with at least one token")
+    return Chain(ids, block_size, domain_of(salt, adapter), extra_of(extra, 0, len(ids)))
+
+
+def token_ids(tokens: Iterable[int]) -> list[int]:
+    """A list of `tokens`. Raises ValueError for anything that is no id."""
+    try:
+        ids = list(tokens)
+    except TypeError:
+        raise ValueError(f"tokens must be a list of token ids, not {type(tokens).__name__}") from None
+    for t in ids:
+        if type(t) is not int or t < 0:
+            raise ValueError(f"tokens holds {t!r}; ids are ints of 0 and more (of a tensor or array pass .tolist())")
+    return ids
+
+
+def extra_of(extra: Extra | None, start: int, stop: int) -> dict[int, Tag]:
+    """A copy of `extra`, whose positions must lie in start..stop − 1."""
+    if extra is None:
+        return {}
+    if not isinstance(extra, Mapping):
+        raise ValueError(f"extra must map positions to what stands there, as in {{33: 'hash'}}, not {type(extra).__name__}")
+    for at, what in extra.items():
+        if type(at) is not int or not start <= at < stop:
+            raise ValueError(f"extra names position {at!r}; these tokens stand at {start} to {stop - 1}")
+        if not isinstance(what, str | int | bytes):
+            raise ValueError(f"extra at {at} must be a str, an int or bytes, not {type(what).__name__}")
+    return dict(extra)
+
+
+def block_hashes(tokens: Iterable[int], block_size: int = 16, **domain) -> list[str]:
+    """The keys of the full blocks of `tokens`, as `BlockInfo.block_hash` shows them: what an index kept elsewhere looks up.
+
+    `domain`: salt, adapter and extra, as in `BlockManager.allocate`.
+    """
+    chain = chain_of(tokens, block_size, **domain)
+    whole = len(chain.tokens) // block_size
+    if whole:
+        PrefixIndex(block_size).find(None, chain, whole - 1)
+    return [key.hex() for key in chain.keys]

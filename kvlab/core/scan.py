@@ -17,7 +17,10 @@ FOUND = "found by what it no longer holds"
 
 
 class Finding(NamedTuple):
-    """One broken rule: at `step` of the log `request_id` did it to `block`; `others` are the requests that held it then."""
+    """One broken rule: at `step` of the log `request_id` did it to `block`; `others` are those that held it then.
+
+    A pin holds blocks, too: it stands here as its owner, `("pin", name)`.
+    """
 
     step: int
     rule: str
@@ -40,14 +43,17 @@ def owner_scan(events: Iterable[Event]) -> list[Finding]:
     findable: set[int] = set()
     found: list[Finding] = []
 
+    def holder(event: Event) -> Hashable:
+        return event.owner if event.request_id is None else event.request_id
+
     def report(event: Event, rule: str) -> None:
-        others = tuple(name for name in holders.get(event.block, {}) if name != event.request_id)
-        found.append(Finding(event.step, rule, event.block, event.request_id, others))
+        others = tuple(name for name in holders.get(event.block, {}) if name != holder(event))
+        found.append(Finding(event.step, rule, event.block, holder(event), others))
 
     def hand_out(event: Event) -> None:
         if holders.get(event.block):
             report(event, HANDED_OUT)
-        holders.setdefault(event.block, {})[event.request_id] = None
+        holders.setdefault(event.block, {})[holder(event)] = None
         findable.discard(event.block)
 
     for event in events:
@@ -63,15 +69,15 @@ def owner_scan(events: Iterable[Event]) -> list[Finding]:
             elif len(held) > 1:
                 report(event, WRITTEN)
             findable.discard(event.block)
-        elif event.what in ("hit", "share"):
-            if event.what == "hit" and event.block not in findable:
+        elif event.what in ("hit", "share", "pin"):
+            if event.what != "share" and event.block not in findable:
                 report(event, FOUND)
-            holders.setdefault(event.block, {})[event.request_id] = None
+            holders.setdefault(event.block, {})[holder(event)] = None
         elif event.what == "release":
-            held.pop(event.request_id, None)
+            held.pop(holder(event), None)
         elif event.what == "publish":
             findable.add(event.block)
-        elif event.what == "evict":
+        elif event.what in ("evict", "unpublish"):
             findable.discard(event.block)
         elif event.what == "reset":
             holders.clear()

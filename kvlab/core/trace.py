@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
+from itertools import starmap
 from typing import NamedTuple
 
 
@@ -15,7 +16,9 @@ class Event(NamedTuple):
     """One line of the log.
 
     `step` counts lines since the trace was made. `start` and `stop` are token positions of the request, half open;
-    both are None where an event is about a whole block.
+    both are None where an event is about a whole block. What an index kept elsewhere needs: `publish` says under which `key` a
+    block can be found from now on, with its parent's key (None at block 0), its `tokens` and its `adapter`; `unpublish` and
+    `evict` say which key is gone (`kvlab.core.mirror`).
     """
 
     step: int
@@ -26,6 +29,10 @@ class Event(NamedTuple):
     start: int | None
     stop: int | None
     note: str | None
+    key: str | None = None
+    parent: str | None = None
+    tokens: tuple[int, ...] | None = None
+    adapter: str | int | bytes | None = None
 
     def __str__(self) -> str:
         where = "" if self.start is None else f" [{self.start}:{self.stop}]"
@@ -59,16 +66,20 @@ class Trace:
         start: int | None = None,
         stop: int | None = None,
         note: str | None = None,
+        entry: tuple = (),
     ) -> None:
-        """Add a line. It is kept as a plain tuple: a log must stay cheap where every token writes to it."""
+        """Add a line; `entry` is its key, parent, tokens and adapter, as far as it has them.
+
+        It is kept as a plain tuple: a log must stay cheap where every token writes to it.
+        """
         self._step += 1
-        self._lines.append((self._step, what, request_id, owner, block, start, stop, note))
+        self._lines.append((self._step, what, request_id, owner, block, start, stop, note, *entry))
 
     def __len__(self) -> int:
         return len(self._lines)
 
     def __iter__(self) -> Iterator[Event]:
-        return map(Event._make, self._lines)
+        return starmap(Event, self._lines)
 
     def where(self, keep: Callable[[Event], bool] | None = None, **fields: object) -> list[Event]:
         """The events whose named fields equal the given values: `trace.where(block=3, what="write")`."""

@@ -195,6 +195,7 @@ class ByHand:
             raise OutOfBlocks(f"{seq} needs more blocks than the {self.pool.num_free} that are free")
         if length % self.block_size and not copies and table[-1] in self.pool.keys:  # it is about to hold something else
             del self.pool.index[self.pool.keys.pop(table[-1])]
+            self._log("unpublish", seq, table[-1])
         made = []
         for token in tokens:
             copy = self._append_token(self.pool, seq)

@@ -17,7 +17,7 @@ from kvlab import record
 from kvlab.compare import Verdict, judge, noise_bound
 from kvlab.core.blocks import BlockManager, InvariantError
 from kvlab.core.ledger import token_bytes
-from kvlab.core.prefixes import PrefixIndex
+from kvlab.core.prefixes import Chain, PrefixIndex
 from kvlab.experiments.checkpoint import Checkpoint
 from kvlab.experiments.password import difference_of, row_of
 from kvlab.experiments.prompts import encode
@@ -518,17 +518,17 @@ class WrittenIndex(PrefixIndex):
         super().__init__(block_size)
         self.block_keys, self.find_prefix = block_keys, find_prefix
 
-    def match(self, tokens: list[int], domain: tuple) -> list[int]:
+    def match(self, chain: Chain, most: int | None = None) -> list[int]:
         index = {}
-        for p in (p for bucket in self.buckets.values() for p in bucket if p.blocks):
-            chain, root = list(p.label[1]), p
+        for p in (p for p in self if p.blocks):
+            tokens, root = list(p.tokens), p
             while root.parent is not None:
                 root = root.parent
-                chain = list(root.label[1]) + chain
-            key = self.block_keys(chain, self.block_size, dict(root.label[0]).get("salt"))[-1]
-            index[key] = next(iter(p.blocks))
-        keys = self.block_keys(tokens, self.block_size, dict(domain).get("salt"))
-        return self.find_prefix(keys, index, len(tokens), self.block_size)
+                tokens = list(root.tokens) + tokens
+            key = self.block_keys(tokens, self.block_size, dict(p.domain).get("salt"))[-1]
+            index[key] = p.block
+        keys = self.block_keys(chain.tokens, self.block_size, dict(chain.domain).get("salt"))
+        return self.find_prefix(keys, index, len(chain.tokens), self.block_size)
 
 
 class WrittenManager(BlockManager):

@@ -15,28 +15,28 @@ def _share_uncounted(self, table, owner) -> None:
     """A second table names the blocks, and no count is raised."""
 
 
-def _reclaim_all(self, seq, s, table) -> None:
+def _reclaim_all(self, seq, table, owner) -> None:
     """The clean-up of a path that was written in a hurry: every block of the request goes back, whatever its count."""
     for i in reversed(table):
         block = self._blocks[i]
         block.ref_count = 0
-        block.owners.clear()
+        block.owners = {}
         block.last_access = self._clock
         if i not in self._evictable and i not in self._blank:
             self._reclaim(i)
-        self._log("release", seq, s.owner, i)
+        self._log("release", seq, owner, i)
 
 
 def _keep_hash(self, i) -> None:
     """The block is about to hold something else, and can still be found by what it held."""
 
 
-def _release_unshared(self, seq, s, table) -> None:
+def _release_unshared(self, seq, table, owner) -> None:
     """A clean-up that leaves blocks alone which others use, and so never takes its own reference back."""
     for i in reversed(table):
         if self._blocks[i].ref_count == 1:
-            self._release(i, s.owner)
-            self._log("release", seq, s.owner, i)
+            self._release(i, owner)
+            self._log("release", seq, owner, i)
 
 
 add(

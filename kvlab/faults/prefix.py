@@ -9,33 +9,34 @@ from kvlab.runtime.paged import PagedPool
 INDEX = "kvlab.core.prefixes:PrefixIndex"
 BY_HAND = "kvlab.experiments.prefix"
 
-_match, _inputs = PrefixIndex.match, PagedPool.inputs
+_find, _match, _inputs = PrefixIndex.find, PrefixIndex.match, PagedPool.inputs
 
 
-def _find_anywhere(self, parent, label):
+def _find_anywhere(self, parent, chain, k):
     """A block is looked up by its own tokens, whatever stood before them."""
-    return next((p for bucket in self.buckets.values() for p in bucket if p.label[1] == label[1] and p.blocks), None)
+    _find(self, parent, chain, k)  # computes the keys, as ever
+    tokens = tuple(chain.tokens[k * self.block_size : (k + 1) * self.block_size])
+    return next((p for p in self if p.tokens == tokens and p.blocks), None)
 
 
-def _fingerprint(self, tokens, k, domain):
+def _fingerprint(self, chain, k):
     """A block is known by its first and last token."""
-    block = tokens[k * self.block_size : (k + 1) * self.block_size]
-    return (domain if k == 0 else (), (block[0], block[-1]))
+    block = chain.tokens[k * self.block_size : (k + 1) * self.block_size]
+    return (() if k else chain.domain, (block[0], block[-1]))
 
 
-def _round_up(self, tokens, domain):
+def _round_up(self, chain, most=None):
     """The hit goes on to the end of the block in which the prompts part."""
-    hits = _match(self, tokens, domain)
-    if len(hits) == self.most_hits(len(tokens)):
+    hits = _match(self, chain, most)
+    if len(hits) == self.most_hits(len(chain.tokens)):
         return hits
     parent = None
     for k in range(len(hits)):
-        parent = self.find(parent, self.label(tokens, k, domain))
-    begun = tokens[len(hits) * self.block_size]
-    for bucket in self.buckets.values():
-        for p in bucket:
-            if p.parent is parent and p.blocks and p.label[1][0] == begun:
-                return [*hits, next(iter(p.blocks))]
+        parent = self.find(parent, chain, k)
+    begun = chain.tokens[len(hits) * self.block_size]
+    for p in self:
+        if p.parent is parent and p.blocks and p.tokens[0] == begun:
+            return [*hits, p.block]
     return hits
 
 

@@ -25,6 +25,7 @@ WORDS = {
     "copy": "copied for",
     "release": "given back by",
     "publish": "findable, by",
+    "unpublish": "no longer findable, by",
     "evict": "evicted",
 }
 
