@@ -36,7 +36,7 @@ class Event(NamedTuple):
 
     def __str__(self) -> str:
         where = "" if self.start is None else f" [{self.start}:{self.stop}]"
-        parts = [f"{self.step:>6} {self.what:<8}"]
+        parts = [f"{self.step:>6} {self.what:<9}"]
         if self.request_id is not None:
             parts.append(f"request={self.request_id}")
         if self.owner is not None and self.owner != self.request_id:
