@@ -16,9 +16,11 @@ PACKAGE = Path(kvlab.__file__).parent
 LAYERS = [
     {"kvlab", "errors"},
     {"core"},
+    {"probe"},
+    {"compare"},
     {"runtime"},
     {"record"},
-    {"compare", "faults"},
+    {"faults"},
     {"experiments"},
     {"claims"},
     {"show", "checks"},
@@ -93,7 +95,7 @@ def test_imports_point_down(path):
         ("import kvlab.runtime", "kvlab.core.spec", ["kvlab.runtime"]),
         ("from kvlab import faults", "kvlab.runtime.decode", ["kvlab.faults"]),
         ("from ..show import theme", "kvlab.experiments.password", ["kvlab.show"]),
-        ("def f():\n    from kvlab.compare import compare", "kvlab.runtime.models", ["kvlab.compare"]),
+        ("def f():\n    from kvlab.runtime import load", "kvlab.compare", ["kvlab.runtime"]),
         ("from kvlab import __version__; from kvlab.core import ModelSpec", "kvlab.runtime.models", []),
     ],
 )

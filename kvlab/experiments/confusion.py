@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from kvlab.compare import family_by_onset, judge, noise_bound
+from kvlab.compare import judge, noise_bound, possible
 from kvlab.experiments.password import ARMS, difference_of
 from kvlab.faults import ZOO
 from kvlab.record import Run
@@ -71,7 +71,7 @@ def judged(run: Run, *, replay: bool = True) -> list[dict]:
                         "replayed": verdict.replayed,
                         "family": fault.family if fault else None,
                         "by_log": log,
-                        "by_onset": family_by_onset(verdict.step) if verdict.kind == "state fault" else (),
+                        "by_onset": possible(verdict.step)[0] if verdict.kind == "state fault" else None,
                     }
                 )
     return out
@@ -99,7 +99,7 @@ def confusion(run: Run) -> list[dict]:
                     "delta_max": max(v["delta"] for v in plain),
                     "delta_min": min(v["delta"] for v in plain),
                     "family_by_log": sum(v["by_log"] == v["family"] for v in caught) if caught else None,
-                    "family_by_onset": sum(v["family"] in v["by_onset"] for v in caught) if caught else None,
+                    "family_by_onset": sum(v["by_onset"] == v["family"] for v in caught) if caught else None,
                 }
             )
     return rows

@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 
 from kvlab import record
-from kvlab.compare import audit, compare, family_by_onset, judge, noise_bound
+from kvlab.compare import audit, compare, judge, noise_bound
 from kvlab.core import ledger as memory
 from kvlab.core.spec import ModelSpec
 from kvlab.experiments import attention, bookkeeping, clients, leak, prefix
@@ -501,7 +501,6 @@ def look(stage: Stage, one: Scene, played: Played) -> dict:
     verdict = judge(difference, epsilon, steps=trace.steps)
     accused = verdict.kind == "state fault"
     log = audit(trace.steps)
-    named = () if not accused else (log,) if log else family_by_onset(verdict.step)
     real = loaded is not stage.windowed  # whose weights are random
     found |= {
         "said": loaded.tokenizer.decode(trace.tokens) if real else " ".join(map(str, trace.tokens)),
@@ -514,7 +513,7 @@ def look(stage: Stage, one: Scene, played: Played) -> dict:
         "onset": difference.onset(epsilon),
         "kind": verdict.kind,
         "log": log,
-        "named": list(named),
+        "named": list(verdict.possible),
         "sentence": verdict.sentence,
         "caught": accused or log is not None or bool(played.words),
     }

@@ -15,25 +15,8 @@ from dataclasses import dataclass, field
 import torch
 from transformers import Cache, DynamicCache, StaticCache
 
+from kvlab.compare import Step
 from kvlab.runtime.models import Loaded
-
-
-@dataclass(frozen=True)
-class Step:
-    """What one row was really given at one step: the bookkeeping a server should log.
-
-    own        tokens of this request up to and including the last one fed
-    position   position id of that last token
-    visible    cache slots its query may attend to
-    beyond     those of them that lie past the write cursor: slots this request has not written
-    held       tokens the cache held before this request began
-    """
-
-    own: int
-    position: int
-    visible: int
-    beyond: int
-    held: int
 
 
 @dataclass
