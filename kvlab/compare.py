@@ -51,6 +51,10 @@ class Step:
     beyond: int
     held: int
 
+    def log(self) -> tuple[int, int, int, int, int]:
+        """The row of a run file's log."""
+        return self.own, self.position, self.visible, self.beyond, self.held
+
 
 @dataclass(frozen=True)
 class Difference:

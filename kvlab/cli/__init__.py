@@ -1,6 +1,6 @@
 """The `kvlab` command. Each command imports what it needs when it runs, so that `kvlab --help` is quick.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
+Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted; of `judge` also 3 state fault, 4 unclear.
 """
 
 import argparse
@@ -122,6 +122,16 @@ def parser() -> argparse.ArgumentParser:
     )
     share.add_argument("--model", metavar="NAME", help="whose tokenizer (default: KVLAB_MODEL)")
 
+    made = command(commands, "judge", _judge, "judge a run that another process has written: noise, unclear, or state fault")
+    made.add_argument(
+        "reference", metavar="REFERENCE", help="the plainest run: no cache, alone (kvlab/probe.py writes the files)"
+    )
+    made.add_argument(
+        "healthy", metavar="HEALTHY", nargs="*", help="runs that must not matter: in pieces, in a batch; they measure ε"
+    )
+    made.add_argument("suspect", metavar="SUSPECT", help="the run on trial")
+    made.add_argument("--json", action="store_true", help="print all that was found as JSON")
+
     zoo = commands.add_parser("zoo", help="list the faults, show one, or run them on the model", parents=[common])
     zoo = zoo.add_subparsers(title="commands", metavar="COMMAND", required=True)
     command(zoo, "list", _zoo_list, "list the faults by what a user sees")
@@ -165,7 +175,7 @@ def experiments() -> list[str]:
 
     An experiment is a module of `kvlab.experiments` with a function `run`.
     """
-    folder = Path(__file__).parent / "experiments"
+    folder = Path(kvlab.__file__).parent / "experiments"
     return sorted(path.stem for path in folder.glob("*.py") if "\ndef run(" in path.read_text(encoding="utf-8"))
 
 
@@ -274,7 +284,7 @@ def _size(folder: Path) -> str:
 
 def labs() -> dict[str, Path]:
     """Each lab's notebook by its name, as in `03-password`: of the checkout, else of the current folder."""
-    checkout = Path(__file__).resolve().parents[1] / "labs"
+    checkout = Path(kvlab.__file__).resolve().parents[1] / "labs"
     folder = checkout if checkout.is_dir() else Path("labs")
     return {path.stem: path for path in sorted(folder.glob("[0-9][0-9]-*.ipynb"))}
 
@@ -454,6 +464,15 @@ def _share(arguments: argparse.Namespace) -> None:
         print(f"  {'kept  ' if check.kept else 'BROKEN'} {check.rule}: {check.found}")
 
 
+# ---- judge ----------------------------------------------------------------------------------------------------------
+
+
+def _judge(arguments: argparse.Namespace) -> int:
+    from kvlab.cli import judge
+
+    return judge.main(arguments.reference, arguments.healthy, arguments.suspect, as_json=arguments.json)
+
+
 def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
@@ -548,7 +567,3 @@ def _doctor(arguments: argparse.Namespace) -> int:
     findings = doctor.examine()
     print(doctor.report(findings, line=arguments.line))
     return 0 if doctor.labs_will_run(findings) else 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
