@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 HEADROOM = 2.0  # ε is this many times the largest healthy difference seen in calibration
-BEYOND = 4.0  # from ε to this many times ε the verdict is unclear
+BEYOND = 2.0  # from ε to this many times ε the verdict is unclear
 
 # Rounding unit, how many of them healthy runs may differ by at most at the least and at the most, in units of the logits' size and
 # the square root of the depth. fp32 sums have many terms, each rounded; 16-bit products are summed in fp32 and rounded once.
