@@ -104,12 +104,6 @@ def _narrow_values(read, kind: str) -> tuple[int, int, int, int]:
     return kv_heads(read) * (2 if kind == "sliding_attention" else 1), head_dim(read), need(read, "v_head_dim", "v_head_dim"), 0
 
 
-def _attention_head_dim(read, kind: str) -> tuple[int, int, int, int]:
-    """Zamba2: attention over the hidden state beside the embedding, twice as wide."""
-    dim = need(read, "attention_head_dim", "attention_head_dim")
-    return kv_heads(read), dim, dim, 0
-
-
 def _mamba(read) -> tuple[int, int]:
     """Mamba (arXiv 2312.00752): the last inputs of a convolution, and a state per channel, in float32."""
     inner = _key(read, "mamba_expand") * size(read, "hidden size")
@@ -204,7 +198,7 @@ def _families() -> dict[str, Family]:
     )
     add(
         "zamba2",
-        _attention_head_dim,
+        _plain,
         _mamba2("n_mamba_heads", "mamba_headdim", "mamba_ngroups", "mamba_d_state", "mamba_d_conv"),
         reads=_MAMBA_KEYS,
     )

@@ -23,6 +23,7 @@ from kvlab.core import layers as readings
 from kvlab.core import ledger
 from kvlab.core.spec import ModelSpec
 from kvlab.experiments.ledger import narrower
+from kvlab.runtime.weights import quiet
 
 SEED = 7
 LAYERS, WINDOW = 4, 8
@@ -42,7 +43,7 @@ SIZES: dict[str, int] = {
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"), 16),
     **dict.fromkeys(("moe_shared_expert_intermediate_size", "hidden_size_per_layer_input"), 16),
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size"), 96),
-    **dict.fromkeys(("head_dim", "swa_head_dim", "kv_channels", "global_head_dim", "dim_head"), 8),
+    **dict.fromkeys(("head_dim", "swa_head_dim", "kv_channels", "global_head_dim", "dim_head"), 16),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length"), 128),
     **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k"), 2),
@@ -115,6 +116,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "mimo_v2_flash": _types(_FULL, _NEAR),
     "llama4_text": _types("chunked_attention", _FULL),
     "dory": {"n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1, **_types(_NEAR, _FULL)},
+    "helium": {"head_dim": 8},
     "hrm_text": {"num_hidden_layers": 1},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "mllama_text_model": {"cross_attention_layers": [2]},
@@ -134,6 +136,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 # The same class with another setting, a line of its own.
 MORE: dict[str, dict[str, dict[str, Any]]] = {
     **dict.fromkeys(sorted(readings.ENCODERS), {"is_decoder": _DECODER}),
+    "bloom": {"seq_length": {"seq_length": 128}},
     "falcon": {"multi-head": {"multi_query": False}},
     "gpt_bigcode": {"multi-head": {"multi_query": False}},
     "dory": {"last_loop": {"recurrent_kv_cache_mode": "last_loop"}},
@@ -158,7 +161,7 @@ def tiny(config_class: type, changes: Mapping[str, Any] | None = None) -> Any:
     wanted: dict[str, Any] = {}
     for key, value in SIZES.items():
         there = getattr(default, key, None) if key in known else None
-        if isinstance(there, int) and not isinstance(there, bool):
+        if (isinstance(there, int) and not isinstance(there, bool)) or (key in known and key == "num_key_value_heads"):
             wanted[key] = value
     changes = {**CHANGES.get(config_class.model_type, {}), **(changes or {})}
     part = (getattr(config_class, "sub_configs", None) or {}).get("text_config")
@@ -328,16 +331,18 @@ def sweep(only: tuple[str, ...] = (), progress: bool = False) -> list[dict[str, 
     """A line for every class, or for those of the model types `only`."""
     from tqdm.auto import tqdm
 
-    chosen = [pair for pair in classes() if not only or pair[0].model_type in only]
     rows = []
-    for config_class, model_class in tqdm(chosen, disable=not progress):
-        name = config_class.model_type
-        for label, changes in {"": {}, **MORE.get(name, {})}.items():
-            try:
-                config = tiny(config_class, changes)
-            except Exception:  # a class that does not bear these sizes: at its own it can be read and refused, and not be run
-                config, label = config_class(), "its own sizes"
-            rows.append(line(model_class, config, label))
+    with quiet():
+        chosen = [pair for pair in classes() if not only or pair[0].model_type in only]
+        for config_class, model_class in tqdm(chosen, disable=not progress):
+            for label, changes in {"": {}, **MORE.get(config_class.model_type, {})}.items():
+                try:
+                    config = tiny(config_class, changes)
+                except (
+                    Exception
+                ):  # a class that does not bear these sizes: at its own it can be read and refused, and not be run
+                    config, label = config_class(), "its own sizes"
+                rows.append(line(model_class, config, label))
     return rows
 
 
@@ -352,7 +357,7 @@ def findings(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def run(
     name: str | None = None, *, device: str | None = None, quick: bool = False, checkpoint=None, progress: bool = True
 ) -> record.Run:
-    """The whole sweep, and the public configs that were read wrong before. Under a minute; `name`, `quick` and `checkpoint` change nothing."""
+    """The whole sweep. Under a minute, on the meta device and the CPU: `name`, `device`, `quick` and `checkpoint` change nothing."""
     began = time.perf_counter()
     settings = {"layers": LAYERS, "window": WINDOW, "lengths": list(LENGTHS)}
     manifest = record.manifest("shapes", _Tiny(), dtypes=[DTYPE], seed=SEED, settings=settings)

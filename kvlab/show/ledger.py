@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 MODEL, CARD, CONTEXT, BATCH = "Llama 3.1 8B", "RTX 4090 24 GB", 8192, 4  # what the calculator opens with
 CACHES = {"DynamicCache": OWNERS["A"], "StaticCache": OWNERS["C"], "pool, in use": OWNERS["D"], "pool": OWNERS["B"]}
+MIXED = ("Gemma 3 27B", "gpt-oss-120b", "MiMo-V2-Flash", "Jamba v0.1", "Qwen3-Next 80B", "DeepSeek-V3")
 KINDS = {"MHA": OWNERS["B"], "GQA": OWNERS["A"], "MQA": OWNERS["D"], "MLA": OWNERS["C"]}
 
 
@@ -264,6 +265,20 @@ def models_table() -> str:
     return "\n".join(lines)
 
 
+def kinds_table(names: tuple[str, ...] = MIXED) -> str:
+    """Markdown: public models whose layers differ, kind by kind, with what grows and what does not."""
+    lines = [
+        "| model | its layers, 16 bits | a token | of it stays | state | 100,000 tokens |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    for spec in (MODELS[name].spec for name in names):
+        state = ledger.state_bytes(spec)
+        sizes = human(ledger.token_bytes(spec)), human(ledger.growth_bytes(spec)), human(state) if state else ""
+        kinds = "; ".join(ledger.layer_lines(spec))
+        lines.append(_line(spec.name, kinds, *sizes, human(ledger.request_bytes(spec, 100_000))))
+    return "\n".join(lines)
+
+
 def cards_table() -> str:
     """Markdown: the cards' memory as the box says, as the driver reports, in both units."""
     lines = [
@@ -485,7 +500,7 @@ def facts(run: Run) -> dict[str, str]:
     one = data["growth"]["DynamicCache"]
     gqa = [m.spec.heads // m.spec.kv_heads for m in MODELS.values() if m.kind == "GQA"]
     mqa = [m.spec.heads for m in MODELS.values() if m.kind == "MQA"]
-    deepseek = MODELS["DeepSeek-V3"].spec
+    deepseek, jamba = MODELS["DeepSeek-V3"].spec, MODELS["Jamba v0.1"].spec
     gemma = MODELS["Gemma 3 27B"]
     long = ledger.request_bytes(gemma.spec, gemma.spec.max_context)
     unwindowed = replace(gemma.spec, window=None, mixed=())
@@ -520,6 +535,8 @@ def facts(run: Run) -> dict[str, str]:
         "models": str(len(MODELS)),
         "deepseek": human(ledger.token_bytes(deepseek)),
         "deepseek_heads": str(deepseek.heads),
+        "jamba_layers": str(jamba.layers),
+        "jamba_state": str(sum(cache.count for cache in jamba.caches if cache.kind == "state")),
         "latent_saves": f"{latent['expanded'] / latent['measured']:.0f}",
         "window": str(window["window"]),
         "window_kept": str(window["window"] - 1),
