@@ -420,6 +420,44 @@ def test_the_command_reads_a_folder_with_a_config(command, tmp_path):
     assert "134,515,008 in bfloat16" in out and "23,040 bytes" in out and "supports 8,192 tokens" in out
 
 
+def test_the_command_says_what_each_kind_of_layer_keeps(command):
+    code, out, err = command("jamba", "--context", "1000", "--block", "1")
+    spec = MODELS["Jamba v0.1"].spec
+    assert code == 0 and err == ""
+    assert all(line in out for line in ledger.layer_lines(spec)) and "16,384 bytes\n" in out
+    assert f"{human(ledger.state_bytes(spec))} a request, whatever its length" in out
+    assert f"({1000 * 16_384 + ledger.state_bytes(spec):,} bytes)" in out
+    assert "bytes of it stay once it has left the windows" in command("gpt-oss")[1]
+    assert "0 bytes of it stay" in command("mistral")[1]
+
+
+CROSSING = {"num_hidden_layers": 40, "cross_attention_layers": [3, 8, 13, 18, 23, 28, 33, 38], "num_attention_heads": 32}
+CROSSING |= {"num_key_value_heads": 8, "hidden_size": 4096, "max_position_embeddings": 131_072, "vocab_size": 128_256}
+
+
+def test_the_command_reads_a_picture_models_folder(command, tmp_path):
+    config = {"model_type": "mllama", "text_config": {"model_type": "mllama_text_model", **CROSSING}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, out, err = command(str(tmp_path), "--context", "4096")
+    assert code == 0, err
+    assert "131,072 bytes" in out and "8 layers keep nothing of the text (cross_attention_layers)" in out
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"model_type": "bert"}, "encoder (bert, is_decoder is not set)"),
+        ({"model_type": "t5"}, "is_encoder_decoder"),
+        ({"model_type": "kimi_linear"}, "model_type 'kimi_linear'"),
+        ({"model_type": "mamba"}, "keeps a state"),
+    ],
+)
+def test_the_command_refuses_a_folder_it_cannot_tell_of(command, tmp_path, config, says):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, out, err = command(str(tmp_path))
+    assert code == 1 and out == "" and says in err and err.count("\n") == 2
+
+
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
