@@ -1,14 +1,15 @@
 """ModelSpec says what a model's cache really holds, from the config object and from the dict in config.json alike."""
 
 import copy
+import random
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from kvlab.core.cards import MODELS
-from kvlab.core.layers import LayerCache
-from kvlab.core.ledger import token_bytes
+from kvlab.core.layers import TELLTALES, LayerCache
+from kvlab.core.ledger import layer_lines, request_bytes, token_bytes
 from kvlab.core.spec import ModelSpec, canonical_dtype
 
 ROPE = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -376,3 +377,22 @@ def test_one_shape_for_all_layers_or_the_reason_why_not():
     ):
         with pytest.raises(ValueError, match=says):
             ModelSpec.from_config(config).one_shape()
+
+
+BAD = [None, 0, -1, 1.5, "x", "", [], [1], ["x"], {}, {"a": 1}, True, object()]
+
+
+def test_whatever_stands_in_a_dict_it_is_read_or_refused_with_a_sentence():
+    """A thousand dicts with one or two keys gone wrong: a spec whose sizes can be worked out, or a ValueError, and nothing else."""
+    r = random.Random(4)
+    for _ in range(1000):
+        config = dict(r.choice(list(MODELS.values())).config)
+        config[r.choice(list(config))] = r.choice(BAD)
+        if r.random() < 0.4:
+            config[r.choice([*TELLTALES, "layer_types", "text_config", "per_layer_config", "kv_sharing_modes"])] = r.choice(BAD)
+        try:
+            spec = ModelSpec.from_config(config, "bfloat16")
+        except ValueError as error:
+            assert len(str(error)) > 15
+        else:
+            assert request_bytes(spec, 100) > 0 and layer_lines(spec)

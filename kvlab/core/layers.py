@@ -303,18 +303,18 @@ def kv_heads(read) -> int:
     # Falcon and GPT-BigCode: one flag, and num_kv_heads only counts for Falcon's newer decoder.
     if read("multi_query") and not read("new_decoder_architecture"):
         return 1
-    return read("num_key_value_heads", "num_kv_heads", "n_head_kv") or size(read, "number of heads")
+    keys = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
+    return size(read, "number of heads") if read(*keys) is None else need(read, "number of K/V heads", *keys)
 
 
 def head_dim(read) -> int:
     """Numbers of one head's key. Raises ValueError where the config has neither it nor what it is computed from."""
-    dim = read("head_dim", "kv_channels")
-    if dim is None:
-        heads, hidden = size(read, "number of heads"), size(read, "hidden size")
-        if hidden % heads:
-            raise ValueError(f"config has no head_dim, and hidden size {hidden} is no multiple of {heads} heads")
-        dim = hidden // heads
-    return dim
+    if read("head_dim", "kv_channels") is not None:
+        return need(read, "numbers in a head", "head_dim", "kv_channels")
+    heads, hidden = size(read, "number of heads"), size(read, "hidden size")
+    if hidden % heads:
+        raise ValueError(f"config has no head_dim, and hidden size {hidden} is no multiple of {heads} heads")
+    return hidden // heads
 
 
 # ---- dicts, and the class that completes them ---------------------------------------------------------------------------
@@ -335,6 +335,8 @@ def settle(config: Any) -> Any:
         return config
     inner, family = config.get("text_config"), config.get("model_type")
     if isinstance(inner, Mapping):
+        if not all(isinstance(part.get("model_type"), str | None) for part in (config, inner)):
+            raise ValueError("config's model_type must be a name, and its text_config's too")
         if _lacks(inner) and (whole := _through_class(config)) is not None:
             return whole
         return {**config, "text_config": settle(inner)}
@@ -345,6 +347,8 @@ def settle(config: Any) -> Any:
     for row in _SIZES:  # a size that is set to nothing is no default
         if any(key in config for key in row[1:]):
             need(reader(config), *row)
+    if not isinstance(family, str | None):
+        raise ValueError(f"config's model_type must be a name, not {family!r}")
     lacks = _lacks(config)
     if not lacks:
         return config
@@ -484,20 +488,18 @@ ENCODERS = frozenset(
 def _kinds(read, name: str, family: Family) -> list[tuple[str, str]]:
     """Each layer's type in Transformers' words, and the config key that says so."""
     layers = size(read, "number of layers")
-    crossing = set(read("cross_attention_layers") or ()) if "cross_attention_layers" in family.reads else set()
-    sharing = read("kv_sharing_modes")
-    types = read("layer_types", "layers_block_type")
+    crossing = set(_listed(read, "cross_attention_layers") or ()) if "cross_attention_layers" in family.reads else set()
+    sharing = _listed(read, "kv_sharing_modes", length=layers)
+    types = _listed(read, "layer_types", "layers_block_type", length=layers)
     if types is None and read("attn_layer_period"):  # Jamba: one layer of attention in so many
-        period, offset = read("attn_layer_period"), read("attn_layer_offset")
+        period, offset = need(read, "period of attention", "attn_layer_period"), read("attn_layer_offset")
         types = ["full_attention" if at % period == offset else "linear_attention" for at in range(layers)]
     if types is None:
         if read("num_kv_shared_layers"):
             raise ValueError("config sets num_kv_shared_layers and not layer_types: which layers share is not said")
         types = [_only_kind(read)] * layers
-    if len(types) != layers:
-        raise ValueError(f"config has {len(types)} layer_types for {layers} layers")
     known = {kind for kind, keeps in _LAYER_KINDS.items() if "state" not in keeps or family.state}
-    other = sorted(set(types) - known)
+    other = sorted({str(kind) for kind in types} - known)
     if other:
         raise ValueError(f"config has layer_types whose cache kvlab does not know in {name!r}: {', '.join(other)}")
     out = [(kind, "layer_types") for kind in types]
@@ -507,6 +509,18 @@ def _kinds(read, name: str, family: Family) -> list[tuple[str, str]]:
         elif sharing is not None and sharing[at] == "reuse":
             out[at] = ("shared", "num_kv_shared_layers")
     return out
+
+
+def _listed(read, *keys: str, length: int | None = None) -> list | None:
+    """A list that one of the keys holds, or None. Raises ValueError, naming them, for what is no list, or not one entry a layer."""
+    value = read(*keys)
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"config's {' or '.join(keys)} must be a list, not {value!r}")
+    if length is not None and len(value) != length:
+        raise ValueError(f"config has {len(value)} {keys[0]} for {length} layers")
+    return list(value)
 
 
 def _only_kind(read) -> str:
@@ -532,7 +546,7 @@ def _layer_reader(config: Any, read, at: int):
     own = read
     if getattr(config, "is_heterogeneous", False):
         own = reader(config.per_layer_config[at])
-    indexers = read("indexer_types")
+    indexers = _listed(read, "indexer_types", length=size(read, "number of layers"))
     if indexers is None:
         return own
     return lambda *keys: indexers[at] if keys == ("indexer_type",) else own(*keys)

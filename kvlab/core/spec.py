@@ -151,7 +151,8 @@ class ModelSpec:
         if inner is not None:
             name = name or read("_name_or_path") or read("model_type")
             dtype = dtype or read("dtype", "torch_dtype")
-            config, read = inner, reader(inner)
+            config = settle(inner)
+            read = reader(config)
         family = read("model_type") or ""
         caches = layer_caches(config)
         first = next((cache for cache in caches if cache.keeps_tokens), None)
