@@ -165,3 +165,43 @@ def test_tables_and_facts_are_of_the_run(run):
     assert show.facts(changed)["shapes_other"] == "1"
     assert show.alike("Llama 3.1 8B") == 1 and show.alike("Jamba v0.1") == 8
     assert ledger.token_bytes(ModelSpec.from_config(shapes.tiny(transformers.LlamaConfig), "bfloat16")) == 256
+
+
+# ---- a dict read by the core alone says what its class would ---------------------------------------------------------------
+
+ALONE = [name for name, family in readings.FAMILIES.items() if family.needs is not None]
+
+
+def least(name):
+    """The smallest dict of a family that the core reads with no Transformers there: the sizes, and what the rule needs."""
+    config = shapes.tiny(transformers.CONFIG_MAPPING[name])
+    whole = config.to_dict()
+    keys = [key for row in readings._SIZES for key in row[1:] if key in whole] + list(readings.FAMILIES[name].needs)
+    found = {"model_type": name} | {key: whole[key] if key in whole else getattr(config, key) for key in keys}
+    return found | {key: getattr(config, key) for key in readings._lacks(found)}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_the_least_dict_means_the_same_without_its_class(name, monkeypatch):
+    config = least(name)
+    through_class = ModelSpec.from_config(transformers.AutoConfig.for_model(**config), "bfloat16", name)
+    monkeypatch.setattr(readings.importlib.util, "find_spec", lambda _: None)
+    assert ModelSpec.from_config(config, "bfloat16", name) == through_class
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_needed_key_left_out_is_never_guessed_without_its_class(name, monkeypatch):
+    """Either the class would have said the same, or the dict is refused."""
+    whole = least(name)
+    for key in whole.keys() - {"model_type"}:
+        config = {k: value for k, value in whole.items() if k != key}
+        monkeypatch.undo()
+        try:
+            right = ModelSpec.from_config(transformers.AutoConfig.for_model(**config), "bfloat16", name)
+        except Exception:
+            right = None  # the class refuses it too
+        monkeypatch.setattr(readings.importlib.util, "find_spec", lambda _: None)
+        try:
+            assert ModelSpec.from_config(config, "bfloat16", name) == right, key
+        except ValueError as error:
+            assert "leaves out" in str(error) or "does not say" in str(error)

@@ -163,7 +163,7 @@ def _families() -> dict[str, Family]:
     add("qwen2", _plain, needs=("num_key_value_heads", "use_sliding_window"))
     add("qwen3", _plain, needs=("num_key_value_heads", "head_dim"))
     add("gemma", _plain, needs=("num_key_value_heads", "head_dim"))
-    add("gemma2 gemma3_text gpt_oss", _plain, needs=("num_key_value_heads", "head_dim", "layer_types"))
+    add("gemma2 gemma3_text gpt_oss", _plain, needs=(*_KV, "head_dim", "layer_types", "sliding_window"))
     add(
         """afmoe apertus apertus1p5_text arcee aria_text beam bert bert-generation big_bird biogpt bitnet bloom camembert codegen
         cohere cohere2 cohere2_moe cohere_compass_text ctrl cwm data2vec-text diffllama doge dots1 electra emu3_text_model ernie
@@ -180,7 +180,12 @@ def _families() -> dict[str, Family]:
     add("gemma3n_text gemma4_text gemma4_unified_text", _plain, reads=frozenset({"num_kv_shared_layers"}))
     add("dory", _plain, reads=frozenset({"n_recurrent_loops"}))
     add("hrm_text", _plain, reads=frozenset({"H_cycles"}))
-    add("mimo_v2_flash", _narrow_values, reads=frozenset({"v_head_dim"}), needs=(*_KV, "head_dim", "v_head_dim", "layer_types"))
+    add(
+        "mimo_v2_flash",
+        _narrow_values,
+        reads=frozenset({"v_head_dim"}),
+        needs=(*_KV, "head_dim", "v_head_dim", "layer_types", "sliding_window"),
+    )
     add("deepseek_v3", _latent, reads=_LATENT_KEYS, needs=("kv_lora_rank", "qk_rope_head_dim"))
     add(
         "axk1 axk2 deepseek_v2 deepseek_v32 glm4_moe_lite glm_moe_dsa hy_v4 longcat_flash minicpm3 sarvam_mla youtu",
@@ -390,8 +395,8 @@ def _lacks(config: Mapping) -> tuple[str, ...]:
     if family is None or family.needs is None:
         return ("model_type" if family is None else "what its class derives",)
     wanted = [key for key in family.needs if key not in config]
-    if config.get("use_sliding_window") and "layer_types" not in config:
-        wanted.append("layer_types")
+    if config.get("use_sliding_window"):
+        wanted += [key for key in ("layer_types", "sliding_window") if key not in config]
     if config.get("sliding_window") and "use_sliding_window" not in config and config["model_type"].startswith("qwen"):
         wanted.append("use_sliding_window")
     if config.get("per_layer_config"):
