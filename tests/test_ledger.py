@@ -448,7 +448,7 @@ def test_the_command_reads_a_picture_models_folder(command, tmp_path):
     [
         ({"model_type": "bert"}, "encoder (bert, is_decoder is not set)"),
         ({"model_type": "t5"}, "is_encoder_decoder"),
-        ({"model_type": "kimi_linear"}, "model_type 'kimi_linear'"),
+        ({"model_type": "zaya"}, "model_type 'zaya'"),
         ({"model_type": "mamba"}, "keeps a state"),
     ],
 )

@@ -127,6 +127,12 @@ def _delta(read) -> tuple[int, int]:
     return (2 * keys * key + values * value) * _key(read, "linear_conv_kernel_dim"), values * key * value
 
 
+def _kda(read) -> tuple[int, int]:
+    """Kimi Delta Attention (arXiv 2510.26692): convolutions over queries, keys and values, and a matrix per head, in float32."""
+    heads, dim = _key(read, "linear_num_heads"), _key(read, "linear_head_dim")
+    return 3 * heads * dim * _key(read, "linear_conv_kernel_dim"), heads * dim * dim
+
+
 def _conv(read) -> tuple[int, int]:
     return size(read, "hidden size") * _key(read, "conv_L_cache"), 0
 
@@ -216,6 +222,7 @@ def _families() -> dict[str, Family]:
         needs=(*_KV, "head_dim", "layer_types", *delta, "linear_conv_kernel_dim"),
     )
     add("qwen3_5_text qwen3_5_moe_text olmo_hybrid lara_mini", _plain, _delta, reads=_DELTA_KEYS)
+    add("kimi_linear bailing_hybrid", _latent, _kda, reads=_LATENT_KEYS)
     add("lfm2 lfm2_moe lfm3", _plain, _conv, reads=frozenset({"conv_L_cache"}))
     add("minimax", _plain, _lightning)
     return all_of
@@ -229,7 +236,7 @@ TELLTALES = (
     *("full_attention_interval", "H_cycles", "hybrid_override_pattern", "index_head_dim"),
     *("kv_lora_rank", "layers_block_type", "linear_num_value_heads", "mamba_d_state", "n_recurrent_loops"),
     *("num_key_value_heads_per_layer", "num_kv_heads_per_layer", "num_kv_shared_layers", "ssm_state_size", "v_head_dim"),
-    *("loop_num_passes", "prompt_length"),
+    *("compress_ratios", "loop_num_passes", "n_loops", "num_loops", "prompt_length", "total_ut_steps", "use_cla", "use_mla"),
 )
 _LATENT_TELLTALE = "kv_lora_rank"
 
@@ -256,7 +263,7 @@ _SIZES = (
     ("number of layers", "num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers"),
     ("number of heads", "num_attention_heads", "n_head", "num_heads", "n_heads", "decoder_attention_heads"),
     ("hidden size", "hidden_size", "n_embd", "d_model"),
-    ("longest context", "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length"),
+    ("longest context", "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length", "model_max_length"),
     ("vocabulary size", "vocab_size"),
 )
 
@@ -386,7 +393,7 @@ def unknown(family: str) -> str:
     why = _KNOWN_OTHERWISE.get(family)
     if why:
         return f"config's model_type is {family!r}: {why}"
-    return f"config's model_type {family!r} is none whose cache kvlab knows: build ModelSpec(...) by hand from what its model caches"
+    return f"config's model_type {family!r} is none whose cache kvlab knows: give ModelSpec(..., mixed=...) by hand what its layers keep"
 
 
 def _lacks(config: Mapping) -> tuple[str, ...]:
@@ -416,14 +423,11 @@ def _through_class(config: Mapping) -> Any:
     """
     if importlib.util.find_spec("transformers") is None:
         return None
-    auto = importlib.import_module("transformers").AutoConfig
-    family = config.get("model_type")
-    rest = {key: value for key, value in config.items() if key != "model_type"}
+    library, family = importlib.import_module("transformers"), config.get("model_type")
+    if not family or family not in library.CONFIG_MAPPING:
+        return None
     try:
-        known = importlib.import_module("transformers").CONFIG_MAPPING
-        if family not in known:
-            return None
-        return auto.for_model(family, **rest)
+        return library.AutoConfig.for_model(family, **{key: value for key, value in config.items() if key != "model_type"})
     except Exception as error:  # whatever a class may raise over keys that do not fit together
         first = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"Transformers' config of model_type {family!r} refuses this config: {first}") from error
@@ -468,26 +472,10 @@ def _refuse(read, name: str, family: Family) -> None:
             )
 
 
-ENCODERS = frozenset(
-    [
-        "bert",
-        "bert-generation",
-        "big_bird",
-        "camembert",
-        "data2vec-text",
-        "electra",
-        "ernie",
-        "megatron-bert",
-        "rembert",
-        "roberta",
-        "roberta-prelayernorm",
-        "roc_bert",
-        "roformer",
-        "xlm-roberta",
-        "xlm-roberta-xl",
-        "xmod",
-    ]
-)
+# Families of encoders that are decoders where `is_decoder` is set
+_BERTS = """bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta roberta-prelayernorm
+roc_bert roformer xlm-roberta xlm-roberta-xl xmod"""
+ENCODERS = frozenset(_BERTS.split())
 
 
 def _kinds(read, name: str, family: Family) -> list[tuple[str, str]]:

@@ -70,6 +70,7 @@ def _types(*names: str) -> dict[str, Any]:
 
 
 _DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 4, "linear_value_head_dim": 6}
+_KDA = {"linear_num_heads": 3, "linear_head_dim": 10}
 _FULL, _NEAR, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 _ALL_HEADS = {"num_key_value_heads": 4}  # latent attention is computed with as many K/V heads as query heads
 _ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
@@ -104,6 +105,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
     },
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _DELTA),
+    **dict.fromkeys(("kimi_linear", "bailing_hybrid"), {**_ALL_HEADS, **_types(_LINEAR, _FULL), **_KDA}),
     "olmo_hybrid": {**_DELTA, **_types(_LINEAR, _FULL)},
     "lara_mini": {**_DELTA, **_types(_LINEAR, _NEAR, _FULL)},
     "lfm2": _types("conv", _FULL),
