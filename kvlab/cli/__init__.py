@@ -350,9 +350,9 @@ def _ledger(arguments: argparse.Namespace) -> None:
     name = arguments.model
     public = None if os.path.isdir(name) else _named(name, MODELS)
     if public:
-        spec, windowed, parameters = public.spec, public.windowed, public.parameters
+        spec, parameters = public.spec, public.parameters
     else:
-        spec, windowed, parameters = _shape_of(name, MODELS)
+        spec, parameters = _shape_of(name, MODELS)
     memory = ledger.GIB * arguments.memory if arguments.memory is not None else 1
     if arguments.card:
         card = _named(arguments.card, CARDS)
@@ -366,7 +366,6 @@ def _ledger(arguments: argparse.Namespace) -> None:
             memory=int(memory),
             context=spec.max_context if arguments.context is None else arguments.context,
             batch=arguments.batch,
-            windowed=windowed,
             form=ledger.find_format(arguments.kv).name,
             weight_form=ledger.find_format(arguments.weights).name,
             beams=arguments.beams,
@@ -378,30 +377,37 @@ def _ledger(arguments: argparse.Namespace) -> None:
     except ValueError as error:
         raise UsageError(f"{error}.", "`kvlab ledger --help` says what each number is.") from None
     has_card = arguments.card or arguments.memory is not None
-    for label, value in _ledger_rows(setting, found, bool(has_card)).items():
+    for label, value in _ledger_rows(setting, found, bool(has_card)):
         print(f"{label:22} {value}")
     if has_card:
         print(f"\n{ledger.sentence(setting, found)}")
 
 
-def _ledger_rows(s, found, has_card: bool) -> dict[str, str]:
-    """What the command prints, line by line."""
-    from kvlab.core.ledger import human
+def _ledger_rows(s, found, has_card: bool) -> list[tuple[str, str]]:
+    """What the command prints, line by line: label and value."""
+    from kvlab.core.ledger import human, layer_lines
 
-    spec, window = s.spec, f", window {s.spec.window:,} in {s.windowed} layers" if s.windowed else ""
+    spec, window = s.spec, f", window {s.spec.window:,}" if s.spec.window else ""
     beams = f", {s.beams} beams" if s.beams > 1 else ""
-    rows = {
-        "model": f"{spec.name}: {spec.layers} layers, {spec.kv_heads} K/V heads of {spec.heads}, head_dim {spec.head_dim}{window}",
-        "K and V": f"{s.form}, blocks of {s.block}{beams}",
-        "a token": f"{found.token:,} bytes",
-        f"{s.context:,} tokens": f"{human(found.request)} ({found.request:,} bytes)",
-        f"{s.batch:,} at once": human(found.kv),
-        "weights": f"{human(found.weights)}, {s.parameters:,} in {s.weight_form}",
-    }
+    shape = "" if spec.mixed else f", {spec.kv_heads} K/V heads of {spec.heads}, head_dim {spec.head_dim}{window}"
+    rows = [("model", f"{spec.name}: {spec.layers} layers{shape}")]
+    rows += [("", line) for line in (layer_lines(spec, s.form) if spec.mixed else ())]
+    rows += [("K and V", f"{s.form}, blocks of {s.block}{beams}"), ("a token", f"{found.token:,} bytes")]
+    if found.grows != found.token:
+        rows.append(("", f"{found.grows:,} bytes of it stay once it has left the windows"))
+    if found.state:
+        rows.append(("state", f"{human(found.state)} a request, whatever its length"))
+    rows += [
+        (f"{s.context:,} tokens", f"{human(found.request)} ({found.request:,} bytes)"),
+        (f"{s.batch:,} at once", human(found.kv)),
+        ("weights", f"{human(found.weights)}, {s.parameters:,} in {s.weight_form}"),
+    ]
     if has_card:
-        rows["card"] = f"{human(s.memory)}, of which {human(found.limit)} may be used ({s.watermark:.0%})"
-        rows["activations"] = human(s.activations)
-        rows["left for K/V"] = f"{human(found.room)}: {'the batch fits' if found.fits else 'the batch does not fit'}"
+        rows += [
+            ("card", f"{human(s.memory)}, of which {human(found.limit)} may be used ({s.watermark:.0%})"),
+            ("activations", human(s.activations)),
+            ("left for K/V", f"{human(found.room)}: {'the batch fits' if found.fits else 'the batch does not fit'}"),
+        ]
     return rows
 
 
@@ -419,10 +425,9 @@ def _named(wanted: str, known: dict):
 
 
 def _shape_of(source: str, public: dict):
-    """Shape, windowed layers and number of weights of a Hugging Face config."""
+    """Shape and number of weights of a Hugging Face config."""
     from transformers import AutoConfig
 
-    from kvlab.core.ledger import windowed_layers
     from kvlab.core.spec import ModelSpec
     from kvlab.experiments.ledger import parameters_of
     from kvlab.runtime import weights
@@ -432,7 +437,7 @@ def _shape_of(source: str, public: dict):
         with weights.quiet():
             config = AutoConfig.from_pretrained(source)
             spec = ModelSpec.from_config(config, "bfloat16", Path(source).name)
-            return spec, windowed_layers(config), parameters_of(config)
+            return spec, parameters_of(config)
     except Exception as error:  # whatever a library may raise over what is no config
         first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise KvlabError(f"{source!r} has no config the ledger can read: {first}.", remedy) from error
