@@ -26,6 +26,7 @@ CONFIGS = {
     "gpt2": lambda: GPT2Config(vocab_size=97, n_embd=32, n_layer=3, n_head=4, n_positions=256),
     "llama": lambda: LlamaConfig(**GROUPED),
     "qwen2": lambda: Qwen2Config(**GROUPED),
+    "qwen2, mixed": lambda: Qwen2Config(**GROUPED, use_sliding_window=True, sliding_window=8, max_window_layers=1),
     "qwen3": lambda: Qwen3Config(**GROUPED, head_dim=8),
     "mistral": lambda: MistralConfig(**GROUPED, sliding_window=None),
     "mistral, window 8": lambda: MistralConfig(**GROUPED, sliding_window=8),

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 DTYPES = {
     "float64": ("fp64", "double"),
@@ -41,6 +41,23 @@ def canonical_dtype(name: object) -> str:
     return _DTYPE_NAMES[text]
 
 
+class LengthRope(NamedTuple):
+    """RoPE whose angles depend on how long the request is. `rope_type`: the config's name for it.
+
+    Up to `trained` tokens the angles are the plain ones, and K/V is a function of the tokens before it. Beyond, a forward turns
+    all its tokens by angles that are chosen for the longest row (Transformers' `dynamic_rope_update`).
+    """
+
+    rope_type: str
+    trained: int
+
+    def angles(self, length: int) -> int:
+        """Which angles a request of `length` tokens is turned by: two lengths with the same number have the same."""
+        if length <= self.trained:
+            return self.trained
+        return self.trained + 1 if self.rope_type == "longrope" else length  # longrope has one set of factors beyond
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """What decides how many bytes a token's keys and values take, and which positions they may stand at.
@@ -56,6 +73,7 @@ class ModelSpec:
         max_context: longest sequence, in tokens, the model was made for.
         vocab: number of token ids.
         window: sliding window in tokens, for the layers that have one; None where every layer sees everything.
+        rope_by_length: set where RoPE's angles, and with them K, depend on the request's length; None where they do not.
     """
 
     name: str
@@ -68,6 +86,7 @@ class ModelSpec:
     max_context: int
     vocab: int
     window: int | None = None
+    rope_by_length: LengthRope | None = None
 
     def __post_init__(self) -> None:
         for field in ("layers", "heads", "kv_heads", "head_dim", "max_context", "vocab", "window"):
@@ -127,6 +146,7 @@ class ModelSpec:
             ),
             vocab=_need(read, "vocabulary size", "vocab_size"),
             window=_window(read),
+            rope_by_length=_rope_by_length(read),
         )
 
 
@@ -192,3 +212,22 @@ def _window(read) -> int | None:
     if layer_types and "sliding_attention" not in layer_types:
         return None
     return read("sliding_window")
+
+
+def _rope_by_length(read) -> LengthRope | None:
+    """The RoPE whose angles depend on the request's length, of whichever layers have one; None where no layer has."""
+    given = read("rope_parameters", "rope_scaling")
+    given = given if isinstance(given, Mapping) else {}
+    by_layer = [part for part in given.values() if isinstance(part, Mapping)]
+    longest = read("max_position_embeddings", "seq_length")
+    found = []
+    for part in by_layer or [given]:
+        kind = str(part.get("rope_type") or part.get("type") or "default")
+        if "long_factor" in part or kind in ("longrope", "su"):  # "su", and in a Phi-3 "yarn", are older names
+            outside = None if by_layer else read("original_max_position_embeddings")  # Phi-3 has it there, and it goes first
+            found.append(LengthRope("longrope", outside or part.get("original_max_position_embeddings") or longest))
+        elif "dynamic" in kind and not part.get("alpha"):  # HunYuan's alpha fixes the angles
+            found.append(LengthRope(kind, longest))
+    if read("use_dynamic_ntk"):  # Qwen 1
+        found.append(LengthRope("dynamic", read("seq_length") or longest))
+    return min(found, key=lambda rope: rope.trained, default=None)
