@@ -42,6 +42,11 @@ def scaled(**parameters):
             scaled(rope_type="longrope", short_factor=[1], long_factor=[2], original_max_position_embeddings=16),
             ("longrope", 16),
         ),
+        (
+            scaled(type="longrope", short_factor=[1], long_factor=[2], original_max_position_embeddings=16)
+            | {"original_max_position_embeddings": 8},
+            ("longrope", 8),
+        ),
         # Phi-3 as it was published: other names, and the trained length beside the parameters
         *(
             (scaled(type=name, short_factor=[1], long_factor=[2]) | {"original_max_position_embeddings": 16}, ("longrope", 16))

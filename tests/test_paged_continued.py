@@ -82,6 +82,10 @@ def prompt_lookup(model, cache):
     return generate(model, ids(FIRST * 3), cache, new=12, prompt_lookup_num_tokens=3)
 
 
+def a_draft_models_tokens(model, cache):
+    return generate(model, ids(FIRST + SECOND), cache, new=12, assistant_model=model)
+
+
 def beams(model, cache):
     cache.batch_repeat_interleave(3)
     return generate(model, ids(FIRST + SECOND), cache, num_beams=3)
@@ -102,7 +106,7 @@ def beams_on_a_copy(model, cache):
 
 
 PLAYS = (
-    *(a_turn, two_turns, a_turn_in_pieces, only_what_is_new, embeddings, prompt_lookup, beams),
+    *(a_turn, two_turns, a_turn_in_pieces, only_what_is_new, embeddings, prompt_lookup, a_draft_models_tokens, beams),
     *(a_copy_for_each_question, the_prefix_itself_after_a_copy, beams_on_a_copy),
 )
 
@@ -200,6 +204,15 @@ def test_rows_of_a_cache_that_is_gone_make_room(llama):
     pool.sweep()
     assert pool.manager.sequences == prefix.seqs
     close(forward(llama, SECOND, prefix), truth(llama, FIRST + SECOND, first=9))
+
+
+def test_a_step_of_named_rows_sweeps_too(llama):
+    pool = pool_for(llama)
+    forward(llama, FIRST, PagedCache(pool))
+    pool.manager.allocate("a", SECOND)
+    assert len(pool.manager.sequences) == 2
+    pool.inputs(["a"])
+    assert pool.manager.sequences == ["a"]
 
 
 def test_the_pool_goes_with_its_last_user(llama):

@@ -223,7 +223,7 @@ def _rope_by_length(read) -> LengthRope | None:
     found = []
     for part in by_layer or [given]:
         kind = str(part.get("rope_type") or part.get("type") or "default")
-        if "long_factor" in part or kind in ("longrope", "su"):  # "su", and in a Phi-3 "yarn", are older names
+        if "long_factor" in part:  # longrope; "su" and, in a Phi-3, "yarn" are older names of it
             outside = None if by_layer else read("original_max_position_embeddings")  # Phi-3 has it there, and it goes first
             found.append(LengthRope("longrope", outside or part.get("original_max_position_embeddings") or longest))
         elif "dynamic" in kind and not part.get("alpha"):  # HunYuan's alpha fixes the angles

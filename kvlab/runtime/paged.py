@@ -40,7 +40,8 @@ from kvlab.core.spec import ModelSpec
 def may_share(spec: ModelSpec) -> bool:
     """Whether a token's K/V is a function of the tokens before it, so that another request may use it.
 
-    Under `spec.rope_by_length` it is not: the same tokens in a longer request are rotated by other angles.
+    Under `spec.rope_by_length` it is not: the same tokens in a longer request are rotated by other angles. (`fork` and
+    `share_prefix` go by the caller's word: they are what a copy of a DynamicCache is, whole or cropped.)
     """
     return spec.rope_by_length is None
 
@@ -75,7 +76,7 @@ class PagedPool:
         if not may_share(spec) and getattr(self.manager, "cache_prefixes", True):
             raise ValueError(
                 f"{'manager' if manager else 'cache_prefixes'}: under rope_type {spec.rope_by_length.rope_type!r} a token's K "
-                "depends on the request's length, so no request may use another one's; pass cache_prefixes=False"
+                "depends on the request's length, so no request may find another one's; use cache_prefixes=False"
             )
         self._orphans: list[list[Hashable]] = []  # rows of anonymous caches that nobody holds any more
         self.spec, self.num_blocks, self.block_size = spec, num_blocks, block_size
@@ -381,13 +382,13 @@ class PagedCache(Cache):
                 f"this PagedCache has {len(self.seqs)} rows, the model feeds {rows}; reset() it first, or give each row its "
                 "beams with batch_repeat_interleave()"
             )
-        m = self.pool.manager
         self.pool.sweep()
         self._require(rows, columns)
         if not self.seqs:
-            self.seqs += self._names(rows)
-            for name in self.seqs:
-                m.allocate(name, [0] * columns, salt=repr(name))
+            names = self._names(rows)
+            for name in names:
+                self.pool.manager.allocate(name, [0] * columns, salt=repr(name))
+            self.seqs += names
         else:
             for seq in self.seqs:
                 self.pool.append(seq, [0] * columns)
