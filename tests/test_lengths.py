@@ -226,6 +226,7 @@ def test_the_recorded_run_again(run, kind):
     told, kept = lengths.study(kind), run.data["kinds"][kind]
     assert told["by_length"] == kept["by_length"] and lengths.refusal(kind) == kept["refusal"]
     assert told["arms"].keys() == kept["arms"].keys()
+    assert max(told["epsilon"], kept["epsilon"]) < EPSILON
     for name, arm in told["arms"].items():
         was = kept["arms"][name]
         assert (arm["hit"], arm["first"]) == (was["hit"], was["first"])
