@@ -89,6 +89,15 @@ def test_the_windows_of_a_model():
         windows(SimpleNamespace(model=SimpleNamespace(config=chunked())))
 
 
+def test_two_windows_of_one_kind_are_named(monkeypatch):
+    from kvlab.runtime import decode
+
+    two = (["sliding_attention"] * 2, [{"sliding_window": 8}, {"sliding_window": 16}])
+    monkeypatch.setattr(decode, "get_layer_types_and_kwargs", lambda config: two)
+    with pytest.raises(ValueError, match="sliding_attention.*16"):
+        windows(bench("llama"))
+
+
 def chunked():
     from transformers import Llama4TextConfig
 

@@ -212,13 +212,15 @@ def buffer_mask(
 def windows(loaded: Loaded) -> dict[str, int | None]:
     """The kinds of layers a model has, by Transformers' name, and how many tokens each sees; None: all.
 
-    Raises ValueError where a layer sees by another rule than a sliding window.
+    Raises ValueError where a layer sees by another rule than a sliding window, or two of a kind have different windows.
     """
     kinds, options = get_layer_types_and_kwargs(loaded.model.config.get_text_config(decoder=True))
+    found: dict[str, int | None] = {}
     for kind, given in zip(kinds, options):
-        if given and kind != "sliding_attention":
-            raise ValueError(f"cache: a static buffer has no mask for layers of type {kind!r}; leave out the cache")
-    return {kind: given.get("sliding_window") for kind, given in zip(kinds, options)}
+        window = given.get("sliding_window")
+        if (given and kind != "sliding_attention") or found.setdefault(kind, window) != window:
+            raise ValueError(f"cache: a static buffer has no mask for layers of type {kind!r} ({given}); leave out the cache")
+    return found
 
 
 def _slots(cache: StaticCache, prompt: int, new_tokens: int) -> int:

@@ -42,8 +42,8 @@ def facts(run: Run) -> dict[str, str]:
         for key, name in (("blocks", BLOCKS), ("beside", BESIDE), ("after", AFTER), ("across", ACROSS), ("pieces", PIECES))
     }
     return found | {
-        "length_by_length": " and ".join(f"`{kind}`" for kind in by_length),
-        "length_others": ", ".join(f"`{kind}`" for kind in others),
+        "length_by_length": " and ".join(by_length),
+        "length_others": ", ".join(others),
         "length_others_most": number(max(arm["delta"] for kind in others for arm in kinds[kind]["arms"].values())),
         "length_kvlab_most": number(max(kinds[kind]["arms"][KVLAB]["delta"] for kind in kinds)),
         "length_transformers": run.manifest.versions["transformers"],
