@@ -125,6 +125,7 @@ class ModelSpec:
             dtype = dtype or outer("dtype", "torch_dtype")
         family = read("model_type") or ""
         _refuse_other_caches(read, family)
+        _refuse_both_directions(read)
 
         heads = _need(read, "number of heads", "num_attention_heads", "n_head", "num_heads", "n_heads")
         head_dim = read("head_dim", "kv_channels")
@@ -231,3 +232,9 @@ def _rope_by_length(read) -> LengthRope | None:
     if read("use_dynamic_ntk"):  # Qwen 1
         found.append(LengthRope("dynamic", read("seq_length") or longest))
     return min(found, key=lambda rope: rope.trained, default=None)
+
+
+def _refuse_both_directions(read) -> None:
+    """Gemma's embedding models: what is cached of a token would change with every token behind it."""
+    if read("use_bidirectional_attention") in (True, "all"):  # "vision": within a picture only
+        raise ValueError("config attends in both directions (use_bidirectional_attention is set): there is no K/V to keep")
