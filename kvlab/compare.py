@@ -40,7 +40,7 @@ class Step:
 
     own        tokens of this request up to and including the last one fed
     position   position id of that last token
-    visible    cache slots its query may attend to
+    visible    cache slots its query may attend to, before any layer's sliding window
     beyond     those of them that lie past the write cursor: slots this request has not written
     held       tokens the cache held before this request began
     """

@@ -1,7 +1,8 @@
 """The shape of a model, as far as its KV cache is concerned."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvlab.core.layers import LayerCache, layer_caches, reader, settle, size
 
@@ -41,6 +42,23 @@ def canonical_dtype(name: object) -> str:
     return _DTYPE_NAMES[text]
 
 
+class LengthRope(NamedTuple):
+    """RoPE whose angles depend on how long the request is. `rope_type`: the config's name for it.
+
+    Up to `trained` tokens the angles are the plain ones, and K/V is a function of the tokens before it. Beyond, a forward turns
+    all its tokens by angles that are chosen for the longest row (Transformers' `dynamic_rope_update`).
+    """
+
+    rope_type: str
+    trained: int
+
+    def angles(self, length: int) -> int:
+        """Which angles a request of `length` tokens is turned by: two lengths with the same number have the same."""
+        if length <= self.trained:
+            return self.trained
+        return self.trained + 1 if self.rope_type == "longrope" else length  # longrope has one set of factors beyond
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """What decides how many bytes a token's keys and values take, and which positions they may stand at.
@@ -58,6 +76,7 @@ class ModelSpec:
         window: sliding window in tokens, of every layer, or of those of `mixed` that have one; None where all see everything.
         mixed: what the layers keep, kind by kind, where they do not all keep the same; () where they do. Then `kv_heads` and
             `head_dim` are those of its first keys. `caches` says it for either case.
+        rope_by_length: set where RoPE's angles, and with them K, depend on the request's length; None where they do not.
     """
 
     name: str
@@ -71,6 +90,7 @@ class ModelSpec:
     vocab: int
     window: int | None = None
     mixed: tuple[LayerCache, ...] = ()
+    rope_by_length: LengthRope | None = None
 
     def __post_init__(self) -> None:
         for field in ("layers", "heads", "kv_heads", "head_dim", "max_context", "vocab", "window"):
@@ -154,6 +174,7 @@ class ModelSpec:
             config = settle(inner)
             read = reader(config)
         family = read("model_type") or ""
+        _refuse_both_directions(read)
         caches = layer_caches(config)
         first = next((cache for cache in caches if cache.keeps_tokens), None)
         if first is None:
@@ -175,6 +196,7 @@ class ModelSpec:
             vocab=size(read, "vocabulary size"),
             window=window,
             mixed=() if uniform else caches,
+            rope_by_length=_rope_by_length(read),
         )
 
 
@@ -201,3 +223,28 @@ def _positions(read, family: str) -> str:
     if family in _LEARNED:
         return "learned"
     return "rope" if family in _ROPE or read(*_ROPE_KEYS) is not None else "other"
+
+
+def _rope_by_length(read) -> LengthRope | None:
+    """The RoPE whose angles depend on the request's length, of whichever layers have one; None where no layer has."""
+    given = read("rope_parameters", "rope_scaling")
+    given = given if isinstance(given, Mapping) else {}
+    by_layer = [part for part in given.values() if isinstance(part, Mapping)]
+    longest = read("max_position_embeddings", "seq_length")
+    found = []
+    for part in by_layer or [given]:
+        kind = str(part.get("rope_type") or part.get("type") or "default")
+        if "long_factor" in part:  # longrope; "su" and, in a Phi-3, "yarn" are older names of it
+            outside = None if by_layer else read("original_max_position_embeddings")  # Phi-3 has it there, and it goes first
+            found.append(LengthRope("longrope", outside or part.get("original_max_position_embeddings") or longest))
+        elif "dynamic" in kind and not part.get("alpha"):  # HunYuan's alpha fixes the angles
+            found.append(LengthRope(kind, longest))
+    if read("use_dynamic_ntk"):  # Qwen 1
+        found.append(LengthRope("dynamic", read("seq_length") or longest))
+    return min(found, key=lambda rope: rope.trained, default=None)
+
+
+def _refuse_both_directions(read) -> None:
+    """Gemma's embedding models: what is cached of a token would change with every token behind it."""
+    if read("use_bidirectional_attention") in (True, "all"):  # "vision": within a picture only
+        raise ValueError("config attends in both directions (use_bidirectional_attention is set): there is no K/V to keep")
