@@ -26,11 +26,12 @@ BEYOND = 2.0  # from ε to this many times ε the verdict is unclear
 # Rounding unit, how many of them healthy runs may differ by at most at the least and at the most, in units of the logits' size and
 # the square root of the depth. fp32 sums have many terms, each rounded; 16-bit products are summed in fp32 and rounded once.
 _DTYPES = {
-    "float64": (2.0**-52, 8.0, 800.0),
+    "float64": (2.0**-23, 8.0, 800.0),  # scores are kept in float32
     "float32": (2.0**-23, 8.0, 800.0),
     "bfloat16": (2.0**-7, 1.0, 8.0),
     "float16": (2.0**-10, 1.0, 8.0),
 }
+TYPICAL = 20.0  # log-probabilities do not say how large the logits were that rounding acted on: this is assumed at the least
 APART = 30.0  # a healthy arm that differs this many times more than the others is no healthy arm
 
 
@@ -63,9 +64,10 @@ class Difference:
     first     step of the first differing token, None if there is none
     margin    the reference's top-1/top-2 margin at `first`; None if there is none, or it is not known
     deltas    max |Δscore| over the vocabulary at each compared step, 0..first; empty if a run has tokens only
-    kl        max over the compared steps of KL(reference ‖ other), nats; 0 where only the best few are known
+    kl        max over the compared steps of KL(reference ‖ other), nats; NaN where only the best few are known
     kind      what was compared: "logits", "logprobs", "top logits", "top logprobs" or "tokens"
-    size      the largest |score| of the reference: rounding is relative to it
+    size      how large the reference's logits are, of the likelier half of the tokens: rounding is relative to it
+    shorter   one run ends before the other without a differing token
     """
 
     first: int | None
@@ -74,6 +76,7 @@ class Difference:
     kl: float
     kind: str = "logits"
     size: float = 0.0
+    shorter: bool = False
 
     @property
     def delta(self) -> float:
@@ -129,7 +132,13 @@ def scores(run: Any) -> tuple[str, np.ndarray | None, np.ndarray | None]:
         return run.kind, run.scores, run.ids
     if run.logits is None:
         return "tokens", None, None
-    return "logits", np.asarray(run.logits, np.float32), None
+    try:
+        logits = np.asarray(run.logits, np.float32)
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(f"compare: logits are no table of numbers (of a torch tensor pass .float().cpu()): {error}") from None
+    if logits.ndim != 2:
+        raise ValueError(f"compare: logits must be [steps, vocab]; got {logits.shape}")
+    return "logits", logits, None
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -176,6 +185,9 @@ def _alike(reference: Any, other: Any, steps: int) -> tuple[str, np.ndarray, np.
                 "different models"
             )
         return left_kind, left, right
+    sizes = {size for size in (getattr(reference, "vocab", 0), getattr(other, "vocab", 0)) if size}
+    if len(sizes) > 1:
+        raise ValueError(f"compare: the two runs have different vocabularies ({' and '.join(map(str, sorted(sizes)))} tokens)")
     if left_kind.startswith("top") and right_kind.startswith("top"):
         left, right = _same_ids(left, left_ids[:steps], right, right_ids[:steps])
     elif left_kind.startswith("top"):
@@ -204,7 +216,7 @@ def _same_ids(left, left_ids, right, right_ids):
         )  # fmt: skip
         raise ValueError(
             f"compare: at step {step} the two runs' top {width} lists name different tokens; what is missing in one cannot be "
-            "compared: record the scores of given tokens, or of the whole vocabulary"
+            "compared: record more of them, or the whole vocabulary"
         )
     return left, right
 
@@ -226,21 +238,41 @@ def compare(reference: Any, other: Any) -> Difference:
     shorter = min(len(left_tokens), len(right_tokens))
     steps = shorter if first is None else min(first + 1, shorter)
     alike = _alike(reference, other, steps)
-    has_margin = first is not None and first < shorter
-    margin = _margin(reference, first) if has_margin else None
+    flips = first is not None and first < shorter
+    if flips:
+        _refuse_unlike_choices(reference, other, first)
+    margin = _margin(reference, first) if flips else None
+    ends = first is not None and not flips
     if alike is None:
-        return Difference(first, margin, (), 0.0, "tokens", _size(reference, steps))
+        return Difference(first, margin, (), float("nan"), "tokens", _size(reference, steps), ends)
     kind, left, right = alike
     with np.errstate(invalid="ignore"):
         gap = np.abs(np.subtract(left, right, dtype=np.float64))
     gap[left == right] = 0.0  # −∞ on both sides is no difference
     deltas = np.nan_to_num(gap.max(-1), nan=np.inf, posinf=np.inf)
-    return Difference(first, margin, tuple(map(float, deltas)), _kl(kind, left, right), kind, _size(reference, steps))
+    return Difference(first, margin, tuple(map(float, deltas)), _kl(kind, left, right), kind, _size(reference, steps), ends)
+
+
+def _refuse_unlike_choices(reference: Any, other: Any, step: int) -> None:
+    """Tokens that differ say something of the scores only where both runs chose greedily."""
+    for name, run in (("reference", reference), ("other run", other)):
+        if getattr(run, "forced", False):
+            raise ValueError(
+                f"compare: the {name}'s tokens were given, and are others at step {step}: give both the same tokens"
+            )
+        kind, values, _ = scores(run)
+        row = values[step] if kind in ("logits", "logprobs") and len(values) > step else None
+        if row is not None and not np.isnan(row).any():
+            if row[int(run.tokens[step])] < row.max():
+                raise ValueError(
+                    f"compare: at step {step} the {name} chose token {int(run.tokens[step])}, which is not its best: sampled runs "
+                    "are compared with the same tokens given to both (forced)"
+                )
 
 
 def _kl(kind: str, left: np.ndarray, right: np.ndarray) -> float:
     if kind.startswith("top"):
-        return 0.0
+        return float("nan")
     with np.errstate(invalid="ignore", divide="ignore"):
         log_p, log_q = (values if kind == "logprobs" else log_softmax(values) for values in (left, right))
         gain = log_p - log_q
@@ -250,16 +282,23 @@ def _kl(kind: str, left: np.ndarray, right: np.ndarray) -> float:
 
 
 def _margin(reference: Any, step: int) -> float | None:
-    _, values, _ = scores(reference)
-    return None if values is None or len(values) <= step else float(margins(values[step]))
+    """The reference's margin at a step; None where its scores do not tell the second best."""
+    kind, values, ids = scores(reference)
+    if values is None or len(values) <= step or values.shape[-1] < 2:
+        return None
+    if kind.startswith("top") and int(ids[step][values[step].argmax()]) != int(reference.tokens[step]):
+        return None
+    return float(margins(values[step]))
 
 
 def _size(reference: Any, steps: int) -> float:
-    _, values, _ = scores(reference)
+    """The largest |score| among each row's likelier half: what a vocabulary masks out with −10⁴ is no logit."""
+    kind, values, _ = scores(reference)
     if values is None:
         return 0.0
-    finite = np.abs(values[:steps][np.isfinite(values[:steps])])
-    return float(finite.max()) if finite.size else 0.0
+    rows = (row[np.isfinite(row)] for row in values[:steps])
+    size = max((float(np.abs(row[row >= np.median(row)]).max()) for row in rows if row.size), default=0.0)
+    return max(size, TYPICAL) if "logprobs" in kind else size
 
 
 # ---- ε --------------------------------------------------------------------------------------------------------------------------
@@ -271,18 +310,18 @@ def floor(size: float, dtype: str = "float32", layers: int = 1) -> float:
     Sound runs may be bit-identical, and then measure an ε of 0; the next one rounds otherwise.
     """
     unit, least, _ = _dtype(dtype)
-    return least * unit * size * math.sqrt(layers)
+    return least * unit * max(size, 1.0) * math.sqrt(layers)
 
 
 def ceiling(size: float, dtype: str = "float32", layers: int = 1) -> float:
     """The largest difference that can pass for rounding in `dtype`: an arm above it is sick itself."""
     unit, _, most = _dtype(dtype)
-    return most * unit * size * math.sqrt(layers)
+    return most * unit * max(size, 1.0) * math.sqrt(layers)
 
 
 def _dtype(dtype: str) -> tuple[float, float, float]:
     name = str(dtype).removeprefix("torch.")
-    if name not in _DTYPES:
+    if name not in _DTYPES:  # also of a quantised engine: then only measuring helps
         raise ValueError(f"dtype {dtype!r}: what its rounding may do is not known; use one of {', '.join(_DTYPES)}")
     return _DTYPES[name]
 
@@ -416,7 +455,8 @@ def judge(
     replay   (difference, ε) of the same run replayed in fp32: asked only when the first pass finds no fault
 
     Noise: every |Δ| within ε and no flip at a margin beyond 2ε. State fault: a |Δ| beyond `BEYOND` ε, or a flip at a margin beyond
-    twice that. Unclear: what lies between, and runs of tokens only in which nothing flips wide.
+    twice that. Unclear: what lies between; runs of tokens only in which nothing flips wide; a flip whose margin is not known; a run
+    that ends before the other.
     """
     for limit in (epsilon, *(replay[1:] if replay else ())):
         if not 0 <= limit < float("inf"):
@@ -433,8 +473,8 @@ def judge(
     if kind == "unclear":
         sentence = _unclear(seen, limit, replayed)
         return Verdict(kind, None, limit, seen.delta, seen.margin, seen.first, replayed, sentence)
-    onset = seen.onset(BEYOND * limit)
-    onset = seen.first if onset is None else min(onset, seen.onset(limit))
+    onset = seen.onset(limit)
+    onset = seen.first if onset is None else onset
     likely = possible(onset, steps)
     sentence = _fault(seen, limit, onset, likely, replayed)
     return Verdict(kind, likely[0], limit, seen.delta, seen.margin, onset, replayed, sentence, likely)
@@ -447,19 +487,30 @@ def _kind(difference: Difference, epsilon: float) -> str:
 
     if exceeds(BEYOND * epsilon):
         return "state fault"
-    return "unclear" if exceeds(epsilon) or difference.kind == "tokens" else "noise"
+    unknown_flip = difference.first is not None and difference.margin is None
+    return "unclear" if exceeds(epsilon) or difference.kind == "tokens" or unknown_flip else "noise"
+
+
+_SCORE = {
+    "logits": "logit",
+    "top logits": "logit",
+    "logprobs": "log-probability",
+    "top logprobs": "log-probability",
+    "tokens": "logit",
+}
 
 
 def _quiet(kind: str, difference: Difference, epsilon: float, replayed: bool) -> str:
     if kind == "identical":
-        return "Identical: every logit is the same to the last bit."
+        which = "recorded " if difference.kind.startswith("top") else ""
+        return f"Identical: every {which}{_SCORE[difference.kind]} is the same to the last bit."
     flip = "no token differs"
-    if difference.first is not None and difference.margin is not None:
+    if difference.first is not None:
         flip = f"token {difference.first} differs, at a margin of {difference.margin:.3g} (within 2ε)"
-    elif difference.first is not None:
-        flip = f"one run ends at token {difference.first}"
     again = "; replayed in fp32, it is noise there too" if replayed else ""
-    return f"Noise: the largest |Δlogit| is {difference.delta:.3g}, within ε = {epsilon:.3g}; {flip}{again}."
+    return (
+        f"Noise: the largest |Δ{_SCORE[difference.kind]}| is {difference.delta:.3g}, within ε = {epsilon:.3g}; {flip}{again}."
+    )
 
 
 def _unclear(difference: Difference, epsilon: float, replayed: bool) -> str:
@@ -469,6 +520,13 @@ def _unclear(difference: Difference, epsilon: float, replayed: bool) -> str:
             f"Unclear: there are tokens only, and {text}. A fault that flips no token cannot be seen so: "
             "record what the tokens were chosen from (kvlab.probe.Tap), or the log-probabilities."
         )
+    if difference.delta <= epsilon and difference.first is not None and difference.margin is None:
+        if difference.shorter:
+            return f"Unclear: one run ends at token {difference.first}, and the other goes on: record both to the same length."
+        return (
+            f"Unclear: token {difference.first} differs, and the reference does not tell by what margin it was chosen: "
+            "record at least the two best of each step, or all."
+        )
     flip = "" if difference.margin is None else f", token {difference.first} flips at a margin of {difference.margin:.3g}"
     remedy = (
         "measure more healthy arms (another batch, chunk, kernel, thread count), and a longer run"
@@ -477,7 +535,7 @@ def _unclear(difference: Difference, epsilon: float, replayed: bool) -> str:
     )
     where = " when replayed in fp32" if replayed else ""
     return (
-        f"Unclear{where}: |Δlogit| reaches {difference.delta:.3g}{flip}, between ε = {epsilon:.3g} and "
+        f"Unclear{where}: |Δ{_SCORE[difference.kind]}| reaches {difference.delta:.3g}{flip}, between ε = {epsilon:.3g} and "
         f"{BEYOND:g}ε = {BEYOND * epsilon:.3g}. To know, {remedy}."
     )
 
@@ -485,7 +543,7 @@ def _unclear(difference: Difference, epsilon: float, replayed: bool) -> str:
 def _fault(difference: Difference, epsilon: float, onset: int, likely: Sequence[str], replayed: bool) -> str:
     where = " when replayed in fp32" if replayed else ""
     margin = "" if difference.margin is None else f", and token {difference.first} flips at a margin of {difference.margin:.3g}"
-    reach = f"|Δlogit| reaches {difference.delta:.3g}, ε is {epsilon:.3g}"
+    reach = f"|Δ{_SCORE[difference.kind]}| reaches {difference.delta:.3g}, ε is {epsilon:.3g}"
     if len(likely) == 1:
         family = f"By its log it is {likely[0]}: {FAMILIES[likely[0]]}."
     else:
@@ -520,15 +578,24 @@ def judge_runs(
 ) -> Judged:
     """Judge `suspect` against `reference`, with ε from the `healthy` runs: of run files, or of anything :func:`compare` takes.
 
-    dtype, layers    by default what the reference's manifest says, else float32 and 1
+    dtype, layers    what the suspect was computed in, and how deep the model is; by default what its manifest says, or the
+                     reference's, else float32 and 1
     steps            the suspect's log; by default its own
 
-    Raises ValueError, naming the run, for runs that cannot be compared.
+    In 16 bits there is no replay here: where ε is the floor alone and the suspect lies far beyond what the arms show, it is unclear.
+
+    Raises ValueError, naming the run, for runs that cannot be compared, or an arm in fewer bits than the suspect.
     """
-    manifest = getattr(reference, "manifest", None) or {}
-    dtype, layers = dtype or manifest.get("dtype") or "float32", layers or manifest.get("layers") or 1
-    if not steps:
-        steps = [step if isinstance(step, Step) else Step(*step) for step in getattr(suspect, "steps", ())]
+    dtype = dtype or _said(suspect, "dtype") or _said(reference, "dtype") or "float32"
+    dtype = max((dtype, _stored(reference), _stored(suspect)), key=lambda name: _dtype(name)[0])
+    layers = layers or _said(reference, "layers") or _said(suspect, "layers") or 1
+    for name, run in healthy.items():
+        own = _said(run, "dtype")
+        if own is not None and _dtype(own)[0] > _dtype(dtype)[0]:
+            raise ValueError(
+                f"{name}: it was computed in {own}, the suspect in {dtype}: its rounding says nothing of the suspect's"
+            )
+    steps = [step if isinstance(step, Step) else Step(*step) for step in steps or getattr(suspect, "steps", ())]
     found = compare(reference, suspect)
     arms = {}
     for name, run in healthy.items():
@@ -537,7 +604,23 @@ def judge_runs(
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
     limits = bound(arms, dtype=dtype, layers=layers)
-    return Judged(judge(found, limits.epsilon, steps=steps), limits, found)
+    verdict = judge(found, limits.epsilon, steps=steps)
+    shown = BEYOND * HEADROOM * max(limits.arms.values())
+    if verdict.kind == "noise" and dtype in ("bfloat16", "float16") and limits.epsilon == limits.floor and found.delta > shown:
+        sentence = (
+            f"Unclear: the largest |Δ{_SCORE[found.kind]}| is {found.delta:.3g}, within ε = {limits.epsilon:.3g}; but that is the floor of "
+            f"{dtype}, and the healthy arms stay under {max(limits.arms.values()):.3g}. To know, replay all of it in fp32."
+        )
+        verdict = replace(verdict, kind="unclear", sentence=sentence)
+    return Judged(verdict, limits, found)
+
+
+def _said(run: Any, what: str) -> Any:
+    return (getattr(run, "manifest", None) or {}).get(what)
+
+
+def _stored(run: Any) -> str:
+    return getattr(run, "stored", "float32")
 
 
 def _as_kind(difference: Difference, reference: Any, run: Any, kind: str) -> Difference:
@@ -559,5 +642,5 @@ class _LogProbs:
     """A run of logits, as log-probabilities."""
 
     def __init__(self, run: Any) -> None:
-        self.prompt, self.tokens, self.kind, self.ids = run.prompt, run.tokens, "logprobs", None
+        self.prompt, self.tokens, self.kind, self.ids, self.vocab = run.prompt, run.tokens, "logprobs", None, 0
         self.scores = log_softmax(scores(run)[1]).astype(np.float32)

@@ -14,11 +14,12 @@ The file, an .npz without pickles, format 1:
     prompt    int64 [n]              token ids
     tokens    int64 [steps]          the tokens that were chosen, or given
     forced    bool                   True: the tokens were given to the engine, it did not choose them
-    kind      str                    what the scores are: "logits", "logprobs" (natural logarithm), "top logits", "top logprobs",
-                                     or "tokens": there are none
+    kind      str                    what the scores are: "logits", "logprobs" (natural logarithm), "top logits", "top logprobs"
+                                     (the k best, the best one included), or "tokens": there are none
     scores    float32 [steps, vocab] what each token was chosen from; [steps, k] where only the k best are known
     ids       int64 [steps, k]       which tokens those are (the "top" kinds only)
     vocab     int                    size of the vocabulary, 0 where it is not known
+    stored    str                    the type the scores came in: "float16" has rounded them once more
     log       int64 [steps, 5]       optional, what the model was really given: own, position, visible, beyond, held
                                      (see `kvlab.compare.Step`)
     manifest  str                    JSON: what made the run. `dtype` and `layers` are used: they say how large rounding can be
@@ -44,31 +45,47 @@ class RunFile:
     """
 
     def __init__(
-        self, prompt, tokens, scores=None, *, kind=None, ids=None, vocab=0, forced=False, log=None, manifest=None, path=None
+        self,
+        prompt,
+        tokens,
+        scores=None,
+        *,
+        kind=None,
+        ids=None,
+        vocab=0,
+        forced=False,
+        log=None,
+        manifest=None,
+        stored=None,
+        path=None,
     ):
         where = "" if path is None else f"{path}: "
         self.path = path
-        self.kind = kind or ("tokens" if scores is None else "logits")
+        self.kind = str(kind or ("tokens" if scores is None else "logits"))
         if self.kind not in KINDS:
             raise ValueError(f"{where}kind is {self.kind!r}; it is one of {', '.join(KINDS)}")
         self.prompt, self.tokens = _ids(where + "prompt", prompt), _ids(where + "tokens", tokens)
         if not self.prompt or not self.tokens:
             raise ValueError(f"{where}a run needs a prompt and at least one token")
-        self.scores, self.ids, self.vocab = None, None, int(vocab)
+        self.scores, self.ids, self.vocab = None, None, _whole(where + "vocab", vocab, 0)
+        self.stored = stored or _type_of(scores)
         if self.kind != "tokens":
             if scores is None:
                 raise ValueError(f"{where}scores are missing: kind {self.kind!r} needs them, [steps, …]")
             self.scores = _table(where + "scores", scores, np.float32)
             if len(self.scores) != len(self.tokens):
                 raise ValueError(f"{where}scores have {len(self.scores)} rows for {len(self.tokens)} tokens: one each")
-            if np.isnan(self.scores).all(axis=1).any():
-                raise ValueError(
-                    f"{where}scores have a row without a number: a fully masked row, or a step that was not recorded"
-                )
+            if (self.scores == -np.inf).all(axis=1).any():
+                raise ValueError(f"{where}scores have a row of nothing but −∞: a step that was not recorded?")
         if self.kind.startswith("top"):
             if ids is None:
                 raise ValueError(f"{where}ids are missing: the {self.kind} are of which tokens?")
             self.ids = _table(where + "ids", ids, np.int64)
+            top = int(self.ids.max())
+            if self.ids.min() < 0 or (self.vocab and top >= self.vocab):
+                raise ValueError(
+                    f"{where}ids go from {int(self.ids.min())} to {top}; they are tokens of a vocabulary of {vocab}"
+                )
             if self.ids.shape != self.scores.shape:
                 raise ValueError(f"{where}ids are {self.ids.shape}, scores {self.scores.shape}: one id for each score")
             if any(len(set(row)) < len(row) for row in self.ids.tolist()):
@@ -77,11 +94,22 @@ class RunFile:
             if self.vocab not in (0, self.scores.shape[1]):
                 raise ValueError(f"{where}vocab is {self.vocab}, scores have {self.scores.shape[1]} columns")
             self.vocab = self.scores.shape[1]
+        if self.vocab and max(self.tokens) >= self.vocab:
+            raise ValueError(f"{where}tokens hold {max(self.tokens)}; the vocabulary has {self.vocab}")
         self.forced = bool(forced)
         self.steps = [] if log is None else [tuple(map(int, row)) for row in _table(where + "log", log, np.int64)]
         if any(len(row) != 5 for row in self.steps) or len(self.steps) not in (0, len(self.tokens)):
             raise ValueError(f"{where}log must be [steps, 5]: own, position, visible, beyond, held of each token")
+        for step, row in enumerate(self.steps):
+            if min(row) < 0 or row[0] != len(self.prompt) + step:
+                raise ValueError(f"{where}log: step {step} says {row}; own must be {len(self.prompt) + step}, nothing below 0")
+        if not isinstance(manifest or {}, dict):
+            raise ValueError(f"{where}manifest must be a dict, not {type(manifest).__name__}")
         self.manifest = dict(manifest or {})
+        if "layers" in self.manifest:
+            self.manifest["layers"] = _whole(where + "layers", self.manifest["layers"], 1, 100_000)
+        if "dtype" in self.manifest:
+            self.manifest["dtype"] = str(self.manifest["dtype"]).replace("torch.", "")
 
 
 def save(path, prompt, tokens, scores=None, *, kind=None, ids=None, vocab=0, forced=False, log=None, **manifest):
@@ -90,7 +118,7 @@ def save(path, prompt, tokens, scores=None, *, kind=None, ids=None, vocab=0, for
     `scores` may be anything numpy takes, a torch tensor on the CPU included (bf16: `.float()` first). The file is written whole or
     not at all. Raises ValueError as `RunFile` does.
     """
-    run = RunFile(prompt, tokens, scores, kind=kind, ids=ids, vocab=vocab, forced=forced, log=log)
+    run = RunFile(prompt, tokens, scores, kind=kind, ids=ids, vocab=vocab, forced=forced, log=log, manifest=manifest)
     arrays = {
         "format": FORMAT,
         "prompt": np.asarray(run.prompt, np.int64),
@@ -98,7 +126,8 @@ def save(path, prompt, tokens, scores=None, *, kind=None, ids=None, vocab=0, for
         "forced": run.forced,
         "kind": run.kind,
         "vocab": run.vocab,
-        "manifest": json.dumps({**about(), **manifest}),
+        "stored": run.stored,
+        "manifest": json.dumps({**about(), **run.manifest}, default=str),
     }
     if run.scores is not None:
         arrays["scores"] = run.scores
@@ -108,9 +137,13 @@ def save(path, prompt, tokens, scores=None, *, kind=None, ids=None, vocab=0, for
         arrays["log"] = np.asarray(run.steps, np.int64)
     path = os.fspath(path)
     part = path + ".part"
-    with open(part, "wb") as file:
-        np.savez_compressed(file, **arrays)
-    os.replace(part, path)
+    try:
+        with open(part, "wb") as file:
+            np.savez_compressed(file, **arrays)
+        os.replace(part, path)
+    finally:
+        if os.path.exists(part):
+            os.remove(part)
     return path
 
 
@@ -130,16 +163,22 @@ def load(path):
     lacks = {"prompt", "tokens", "kind", "manifest"} - set(arrays)
     if lacks:
         raise ValueError(f"{path}: lacks {', '.join(sorted(lacks))}")
+    try:
+        manifest = json.loads(str(arrays["manifest"]))
+        vocab, forced = int(arrays.get("vocab", 0)), bool(arrays.get("forced", False))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: manifest, vocab or forced is damaged ({error})") from None
     return RunFile(
         arrays["prompt"],
         arrays["tokens"],
         arrays.get("scores"),
         kind=str(arrays["kind"]),
         ids=arrays.get("ids"),
-        vocab=int(arrays.get("vocab", 0)),
-        forced=bool(arrays.get("forced", False)),
+        vocab=vocab,
+        forced=forced,
         log=arrays.get("log"),
-        manifest=json.loads(str(arrays["manifest"])),
+        manifest=manifest,
+        stored=str(arrays.get("stored", "float32")),
         path=path,
     )
 
@@ -165,11 +204,12 @@ class Tap:
             tokens = engine.generate(prompt)
         probe.save("run.npz", prompt, tokens, tap.logits(tokens))
 
-    `calls` holds one array for each forward, `[rows, vocab]`: of every sequence the last position.
+    `calls` holds one array for each forward, `[rows, vocab]`: of every sequence the last position; with `packed=True`, for an engine
+    that puts many requests into one row, all positions of it.
     """
 
-    def __init__(self, layer):
-        self.layer, self.calls = layer, []
+    def __init__(self, layer, packed=False):
+        self.layer, self.packed, self.calls = layer, packed, []
 
     def __enter__(self):
         self._hook = self.layer.register_forward_hook(self._take)
@@ -180,10 +220,8 @@ class Tap:
 
     def _take(self, layer, inputs, out):
         out = out[0] if isinstance(out, tuple) else out
-        if out.dim() == 3 and out.shape[0] == 1:
-            out = out[0]  # [1, seq, vocab]: a packed batch, or one row; which of its positions counts, `logits` finds
-        elif out.dim() == 3:
-            out = out[:, -1]
+        if out.dim() == 3:
+            out = out[0] if self.packed else out[:, -1]
         self.calls.append(out.detach().float().cpu().numpy())
 
     def logits(self, tokens):
@@ -195,10 +233,7 @@ class Tap:
             raise ValueError(f"tap: {len(self.calls)} forwards for {len(tokens)} tokens; tap one request, one token a forward")
         found = []
         for step, (rows, token) in enumerate(zip(self.calls, tokens)):
-            fits = [row for row in rows if int(row.argmax()) == int(token)]
-            fits = fits or ([rows[-1]] if len(rows) == 1 else [])
-            if int(rows[-1].argmax()) == int(token) and (step == 0 or len(rows) == 1):
-                fits = [rows[-1]]  # a prefill: its last position
+            fits = [row for row in rows if len(rows) == 1 or int(row.argmax()) == int(token)]
             if not fits or any(not np.array_equal(fits[0], row) for row in fits[1:]):
                 raise ValueError(
                     f"tap: step {step}: {len(fits) or 'no'} rows chose token {int(token)}; which is the request's?"
@@ -212,18 +247,29 @@ def _ids(name, values):
         values = values.tolist()
     if not isinstance(values, (list, tuple)):
         raise ValueError(f"{name} must be token ids in a list, not {type(values).__name__}")
-    out = list(values)
-    for value in out:
-        if isinstance(value, bool) or not hasattr(value, "__index__") or value < 0:
-            raise ValueError(f"{name} holds {value!r}; ids are whole numbers of 0 and more")
-    return [int(value) for value in out]
+    return [_whole(name, value, 0) for value in values]
+
+
+def _whole(name, value, least, most=2**63 - 1):
+    if isinstance(value, bool) or not hasattr(value, "__index__") or not least <= value <= most:
+        raise ValueError(f"{name} holds {value!r}; it takes whole numbers of {least} and more")
+    return int(value)
+
+
+def _type_of(scores):
+    """The type the scores came in, by its numpy name; float32 for lists."""
+    name = str(getattr(scores, "dtype", "float32")).replace("torch.", "")
+    return name if name in ("float16", "bfloat16", "float32", "float64") else "float32"
 
 
 def _table(name, values, dtype):
     try:
-        table = np.asarray(values, dtype)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{name} are no table of numbers: {error}") from None
+        table = np.asarray(values.detach() if hasattr(values, "detach") else values)
+        if dtype is np.int64 and table.dtype.kind not in "iu":
+            raise ValueError("whole numbers are needed")
+        table = table.astype(dtype)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"{name} are no table of numbers (of a torch tensor pass .float().cpu()): {error}") from None
     if table.ndim != 2 or not table.shape[1]:
         raise ValueError(f"{name} must be two-dimensional, one row a step; got {table.shape}")
     return table

@@ -4,6 +4,7 @@ Each comes as a pair: with it and without. The walk of test_blocks_state.py driv
 """
 
 import random
+from enum import StrEnum
 from unittest.mock import patch
 
 import pytest
@@ -137,6 +138,22 @@ def test_a_picture_in_a_later_turn():
     m.check()
 
 
+def test_a_fork_and_its_parent_have_pictures_of_their_own():
+    m = BlockManager(20, 4)
+    written(m, "a", [0, 1, 2, 3])
+    m.fork("a", "b")
+    m.append("b", [9] * 4, extra={4: "cat"})
+    m.append("a", [9] * 4)
+    m.commit("a", 8)
+    m.check()
+    assert ask(m, "c", [0, 1, 2, 3, 9, 9, 9, 9, 1], extra={4: "cat"}) == 4
+    assert m.history("a").extra == {} and m.history("b").extra == {4: "cat"}
+    given = {0: "cat"}
+    m.allocate("d", [1] * 5, extra=given)
+    given[0] = "dog"
+    assert m.history("d").extra == {0: "cat"}, "what the caller does with his mapping afterwards is his own affair"
+
+
 def test_a_picture_is_no_salt_and_no_token():
     m = BlockManager(64)
     ask(m, "salt", PROMPT, salt="x")
@@ -191,7 +208,11 @@ def test_a_chain_may_be_used_twice_and_is_not_changed():
     chain = m.chain(PROMPT, salt="x")
     m.allocate("a", chain), m.commit("a", 97)
     m.append("a", [1, 2, 3]), m.truncate("a", 20)
-    assert m.allocate("b", chain).num_cached_tokens == 96 and m.tokens("b") == PROMPT == chain.tokens
+    assert m.allocate("b", chain).num_cached_tokens == 96 and m.tokens("b") == PROMPT == list(chain.tokens)
+    with pytest.raises(TypeError):
+        chain.tokens[0] = 77
+    with pytest.raises(TypeError):
+        chain.extra[0] = "cat"
     assert ask(m, "other", PROMPT) == 0 and ask(m, "same", PROMPT, salt="x") == 96
     m.check()
 
@@ -415,6 +436,69 @@ def test_bad_input_is_named_and_changes_nothing(name):
     with pytest.raises(ValueError, match=message):
         call(m)
     assert state(m) == before
+
+
+def test_what_never_fits_is_said_and_what_may_fit_later_too():
+    m = BlockManager(4, 4, watermark=0.5)
+    with pytest.raises(OutOfBlocks, match="12 tokens never fit this pool"):
+        m.allocate("a", range(12))
+    m.allocate("a", range(8))
+    with pytest.raises(OutOfBlocks, match="2 kept for those that run.: free a sequence"):
+        m.allocate("b", range(4))
+    m.append("a", range(8))
+    with pytest.raises(OutOfBlocks, match=r"1 blocks short \(0 of 4 free\): 17 tokens never fit"):
+        m.append("a", [1])
+
+
+def test_tags_that_are_equal_and_print_otherwise_are_refused():
+    class Tenant(StrEnum):
+        ADA = "ada"
+
+    m = BlockManager(8)
+    for tag in (True, Tenant.ADA):
+        with pytest.raises(ValueError, match="salt must be"):
+            m.can_allocate(PROMPT, salt=tag)
+        with pytest.raises(ValueError, match="extra at 0 must be"):
+            m.can_allocate(PROMPT, extra={0: tag})
+    with pytest.raises(ValueError, match="block_size"):
+        block_hashes(PROMPT, 0)
+    with pytest.raises(ValueError, match="trace"):
+        BlockManager(8, trace=3)
+    assert BlockManager(100, watermark=0.29).watermark_blocks == 29
+
+
+def test_an_empty_history_is_no_prompt():
+    m = BlockManager(8)
+    written(m, "a", PROMPT)
+    m.truncate("a", 0)
+    history = m.history("a")
+    m.free("a")
+    before = state(m)
+    with pytest.raises(ValueError, match="tokens is empty"):
+        m.allocate("a", history)
+    assert state(m) == before
+    assert m.history is not None and m.allocate("b", m.chain(PROMPT)).num_cached_tokens == 96
+
+
+def test_many_equal_blocks_cost_no_more_than_one():
+    """`lookup=False` on one prompt makes a block each time: the index must not walk them."""
+
+    def cost(count):
+        m = BlockManager(count + 2, 4)
+        for n in range(count):
+            written(m, n, [1, 2, 3, 4], lookup=False)
+        for n in range(count):
+            m.free(n)
+        return lines_run(lambda: (m.allocate("x", [9] * 12), m.commit("x", 12)))
+
+    assert cost(10) == cost(1000)
+
+
+def test_a_scan_follows_a_request_whose_name_is_none():
+    m = BlockManager(8, 4, trace=Trace())
+    m.allocate(None, [1, 2, 3], owner="t"), m.fork(None, "b"), m.append(None, [5]), m.free("b")
+    m.allocate("c", [8])
+    assert owner_scan(m.trace) == []
 
 
 def test_huge_ids_are_told_apart():

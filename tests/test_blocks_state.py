@@ -140,9 +140,9 @@ class Machine(RuleBasedStateMachine):
             self.private.discard(seq)
 
     @precondition(lambda self: self.salt)
-    @rule(data=st.data(), tokens=PROMPT, then_write=st.booleans())
-    def append(self, data, tokens, then_write):
-        self.append_to(self.pick(data), tokens, then_write)
+    @rule(data=st.data(), tokens=PROMPT, then_write=st.booleans(), picture=PICTURE)
+    def append(self, data, tokens, then_write, picture):
+        self.append_to(self.pick(data), tokens, then_write, picture)
 
     @precondition(lambda self: self.salt)
     @rule(data=st.data(), share=SHARE, tokens=PROMPT)
@@ -156,10 +156,15 @@ class Machine(RuleBasedStateMachine):
         self.m.truncate(seq, keep)
         self.behind[seq] = {at: what for at, what in self.behind[seq].items() if at < keep}
 
-    def append_to(self, seq, tokens, then_write):
+    def append_to(self, seq, tokens, then_write, picture=None):
         before, length = self.m.block_table(seq), len(self.m.tokens(seq))
+        behind = {} if picture is None else {length + min(picture[0], len(tokens) - 1): picture[1]}
         try:
-            copies = self.m.append_token(seq, *tokens) if len(tokens) == 1 else self.m.append(seq, tokens)
+            if len(tokens) == 1 and not behind:
+                copies = self.m.append_token(seq, *tokens)
+            else:
+                copies = self.m.append(seq, tokens, extra=behind)
+            self.behind[seq] = self.behind[seq] | behind
         except OutOfBlocks:
             assert self.m.block_table(seq) == before and len(self.m.tokens(seq)) == length
             return
@@ -414,10 +419,13 @@ def pin_dropped_at_once(self, name, tokens, **domain):
     return got
 
 
-def cut_without_its_keys(self, num_tokens):
-    keys, labels = list(self.keys), list(self.labels)
-    cut(self, num_tokens)
-    self.keys, self.labels = keys, labels
+def cut_without_its_keys(self, num_tokens=None):
+    return *parts(self, num_tokens)[:4], list(self.keys), list(self.labels)
+
+
+def what_stands_behind_shared_with_the_fork(self, num_tokens=None):
+    made = parts(self, num_tokens)
+    return *made[:3], self.extra if made[3] == self.extra and type(self.extra) is dict else made[3], *made[4:]
 
 
 def unpublished_unsaid(self, i, why, seq=None, owner=None):
@@ -427,7 +435,7 @@ def unpublished_unsaid(self, i, why, seq=None, owner=None):
 
 
 NO_CHANGE_NOTED = property(lambda self: 0, lambda self, value: None)
-drop, pin, cut, forget = BlockManager.drop, BlockManager.pin, Chain.cut, BlockManager._forget
+drop, pin, parts, forget = BlockManager.drop, BlockManager.pin, Chain.parts, BlockManager._forget
 allocate, commit, give_back = BlockManager.allocate, BlockManager.commit, BlockManager._give_back
 label = PrefixIndex.label
 DOMAIN_OF = "kvlab.core.prefixes.domain_of"
@@ -462,7 +470,8 @@ FAULTS = {
     "a picture behind a token left out": [
         (PrefixIndex, "label", lambda self, chain, k: label(self, replace(chain, extra={}), k))
     ],
-    "keys kept of tokens that are cut": [(Chain, "cut", cut_without_its_keys)],
+    "keys kept of tokens that are cut": [(Chain, "parts", cut_without_its_keys)],
+    "a fork changes what stands behind its parent's tokens": [(Chain, "parts", what_stands_behind_shared_with_the_fork)],
     "an answer kept too long": [(BlockManager, "_changes", NO_CHANGE_NOTED)],
     "a key that goes unsaid": [(BlockManager, "_forget", unpublished_unsaid)],
     "revived hits counted as free": [(BlockManager, "_held", revived_not_counted)],

@@ -31,7 +31,16 @@ def test_everything_comes_back(tmp_path):
     ids = np.array([[0, 2], [1, 0]])
     log = [(2, 1, 2, 0, 0), (3, 2, 3, 0, 0)]
     path = probe.save(
-        tmp_path / "a.npz", [5], [0, 1], LOGITS[:, :2], kind="top logprobs", ids=ids, vocab=3, forced=True, log=log, engine="x"
+        tmp_path / "a.npz",
+        [5, 6],
+        [0, 1],
+        LOGITS[:, :2],
+        kind="top logprobs",
+        ids=ids,
+        vocab=3,
+        forced=True,
+        log=log,
+        engine="x",
     )
     run = probe.load(path)
     assert (run.kind, run.vocab, run.forced, run.steps) == ("top logprobs", 3, True, log)
@@ -47,7 +56,21 @@ BAD = {
     "missing rows": (([1], [0, 1, 2], LOGITS), {}, "scores have 2 rows for 3 tokens"),
     "one row of scores": (([1], [0], LOGITS[0]), {}, "two-dimensional"),
     "ragged": (([1], [0, 1], [[1.0], [1.0, 2.0]]), {}, "scores are no table"),
-    "a masked row": (([1], [0, 1], np.full((2, 3), np.nan)), {}, "a row without a number"),
+    "a row of nothing": (([1], [0, 1], np.full((2, 3), -np.inf)), {}, "a row of nothing"),
+    "ids below 0": (([1], [0, 1], LOGITS[:, :2]), {"kind": "top logits", "ids": [[0, -2], [1, 0]]}, "ids go from -2"),
+    "ids beyond": (
+        ([1], [0, 1], LOGITS[:, :2]),
+        {"kind": "top logits", "ids": [[0, 9], [1, 0]], "vocab": 3},
+        "vocabulary of 3",
+    ),
+    "ids that are floats": (([1], [0, 1], LOGITS[:, :1]), {"kind": "top logits", "ids": [[0.7], [1.0]]}, "whole numbers"),
+    "a token beyond": (([1], [0, 77], LOGITS), {}, "tokens hold 77"),
+    "a vocabulary below 0": (([1], [0, 1]), {"vocab": -4}, "vocab holds -4"),
+    "a log of nothing": (([1], [0, 1], LOGITS), {"log": np.full((2, 5), np.nan)}, "whole numbers"),
+    "a log of another prompt": (([1], [0, 1], LOGITS), {"log": [(9, 8, 9, 0, 0), (10, 9, 10, 0, 0)]}, "own must be 1"),
+    "no whole layers": (([1], [0, 1], LOGITS), {"layers": "30"}, "layers holds '30'"),
+    "layers below 1": (([1], [0, 1], LOGITS), {"layers": -1}, "layers holds -1"),
+    "a token that is a bool": (([True], [0, 1], LOGITS), {}, "prompt holds True"),
     "another kind": (([1], [0, 1], LOGITS), {"kind": "probabilities"}, "kind is 'probabilities'"),
     "top without ids": (([1], [0, 1], LOGITS), {"kind": "top logits"}, "ids are missing"),
     "ids of another shape": (([1], [0, 1], LOGITS), {"kind": "top logits", "ids": [[0], [1]]}, "one id for each score"),
@@ -79,6 +102,28 @@ def test_damaged_and_foreign_files_are_refused_by_name(tmp_path):
     np.savez(tmp_path / "lacks.npz", format=probe.FORMAT, prompt=[1], kind="tokens")
     with pytest.raises(ValueError, match=r"lacks\.npz: lacks manifest, tokens"):
         probe.load(tmp_path / "lacks.npz")
+
+
+def test_a_file_with_pickles_is_refused(tmp_path):
+    np.savez(
+        tmp_path / "p.npz", format=probe.FORMAT, prompt=np.array([{}], dtype=object), kind="tokens", tokens=[1], manifest="{}"
+    )
+    with pytest.raises(ValueError, match=r"p\.npz: not a readable"):
+        probe.load(tmp_path / "p.npz")
+
+
+def test_what_torch_makes_is_taken_or_refused_in_words(tmp_path):
+    import torch
+
+    logits = torch.tensor(LOGITS, requires_grad=True)
+    assert np.array_equal(
+        probe.load(probe.save(tmp_path / "a.npz", [5, 6], [0, 1], logits, dtype=torch.float32)).scores, LOGITS
+    )
+    assert probe.load(tmp_path / "a.npz").manifest["dtype"] == "float32"
+    with pytest.raises(ValueError, match="float"):
+        probe.save(tmp_path / "b.npz", [5, 6], [0, 1], logits.bfloat16())
+    half = probe.load(probe.save(tmp_path / "c.npz", [5, 6], [0, 1], LOGITS.astype(np.float16)))
+    assert half.stored == "float16"
 
 
 # ---- the tap --------------------------------------------------------------------------------------------------------
@@ -119,6 +164,10 @@ def test_in_a_batch_the_row_is_found_by_its_token_or_refused(tiny):
     assert np.allclose(tap.logits([second])[0], logits[1].detach().numpy())
     with pytest.raises(ValueError, match="step 0: no rows chose token"):
         tap.logits([next(t for t in range(31) if t not in (first, second))])
+    twice = probe.Tap(tiny.lm_head)
+    twice.calls = [np.array([[9.0, 0, 0, 0], [5.0, 4, 0, 0]])]
+    with pytest.raises(ValueError, match="step 0: 2 rows chose token 0"):
+        twice.logits([0])
     with pytest.raises(ValueError, match="1 forwards for 2 tokens"):
         tap.logits([first, second])
 
@@ -163,6 +212,7 @@ def test_the_command_refuses_in_words(capsys, tmp_path):
         ([reference, rows, other], "different prompts"),
         ([reference, other, rows], "other.npz: compare: the two runs have different prompts"),
         ([reference, rows], "at least one healthy run"),
+        ([reference, rows, str(tmp_path / "." / "rows.npz")], "is named twice; a run has one role"),
     ):
         code, out, err = says(capsys, *words)
         assert code == 2 and out == "" and named in err and len(err.splitlines()) == 2, err

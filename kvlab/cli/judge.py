@@ -22,6 +22,10 @@ def main(reference: str, healthy: Sequence[str], suspect: str, *, as_json: bool 
     remedy = "`kvlab/probe.py` says what a run file holds."
     if not healthy:
         raise UsageError("judge needs a reference, at least one healthy run, and the suspect.", remedy)
+    real = [os.path.realpath(path) for path in (reference, *healthy, suspect)]
+    twice = next((path for n, path in enumerate(real) if path in real[:n]), None)
+    if twice is not None:
+        raise UsageError(f"{twice} is named twice; a run has one role.", remedy)
     try:
         first, last = probe.load(reference), probe.load(suspect)
         arms = {name: probe.load(path) for name, path in zip(_names(healthy), healthy, strict=True)}

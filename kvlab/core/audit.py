@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from kvlab.core.prefixes import behind as behind_of
+
 if TYPE_CHECKING:
-    from kvlab.core.blocks import BlockManager, Sequence
+    from kvlab.core.blocks import BlockManager
 
 
 class InvariantError(RuntimeError):
@@ -44,6 +46,8 @@ def _tables(m: BlockManager) -> None:
         _must("tables", len(set(s.table)) == len(s.table), f"{name!r} names a block twice: {s.table}")
         _must("tables", all(0 <= i < len(m._blocks) for i in s.table), f"{name!r} names a block outside the pool")
         _must("tables", 0 <= s.written <= len(s.tokens), f"{name!r}: {s.written} of {len(s.tokens)} tokens are written")
+        labels = [m._index.label(s, k) for k in range(len(s.keys))]
+        _must("keys", labels == s.labels, f"{name!r} keeps keys of tokens that it does not have")
 
 
 def _references(m: BlockManager) -> None:
@@ -109,7 +113,7 @@ def _contents(m: BlockManager) -> None:
         lead: object = s.domain
         for k, i in enumerate(s.table):
             chunk = s.tokens[k * bs : (k + 1) * bs]
-            behind = _behind(s, k)
+            behind = behind_of(s, k)
             lead_before, other, behind_before, who = meaning.get(i, (lead, chunk, behind, name))
             overlap = min(len(chunk), len(other))
             agree = lead == lead_before and chunk[:overlap] == other[:overlap]
@@ -127,12 +131,6 @@ def _contents(m: BlockManager) -> None:
             if s.publish and s.written >= (k + 1) * bs:
                 _must("contents", prefix is not None, f"block {i} of {name!r} is full and written, but cannot be found")
             lead = hash((lead, tuple(chunk), behind))
-
-
-def _behind(s: Sequence, k: int) -> tuple:
-    """What stands behind the tokens of the `k`-th block of `s` besides their ids."""
-    start, stop = k * s.block_size, (k + 1) * s.block_size
-    return tuple((at, s.extra[at]) for at in sorted(s.extra) if start <= at < stop)
 
 
 def _below(stop: int, extra: tuple) -> tuple:

@@ -10,7 +10,8 @@ The pool is `num_blocks` blocks of `block_size` token slots. Nothing here touche
   (PagedAttention, arXiv 2309.06180, section 4.4; the chained key is vLLM's).
 - **Eviction.** A freed block that can be found stays findable until its slot is needed, least recently used first.
 
-Every call either succeeds or raises and leaves the state as it was. Every call but `drop` costs the same at any pool size.
+Every call either succeeds or raises and leaves the state as it was. Every call but `drop` and `reset` costs the same at any pool
+size.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 from kvlab.core.audit import InvariantError, audit
@@ -139,10 +141,12 @@ class BlockManager:
     ) -> None:
         self.num_blocks = _count("num_blocks", num_blocks, 1)
         self.block_size = _count("block_size", block_size, 1)
-        if not isinstance(watermark, int | float) or not 0 <= watermark < 1:
+        if not isinstance(watermark, int | float) or isinstance(watermark, bool) or not 0 <= watermark < 1:
             raise ValueError(f"watermark must be a share of the pool, at least 0 and below 1, not {watermark!r}")
+        if trace is not None and not hasattr(trace, "log"):
+            raise ValueError(f"trace must be a kvlab.core.trace.Trace, or None; got {type(trace).__name__}")
         self.cache_prefixes, self.trace = cache_prefixes, trace
-        self.watermark_blocks = int(watermark * num_blocks)
+        self.watermark_blocks = int(watermark * num_blocks + 1e-9)  # 0.29 of 100 is 29
         self._clock = 0
         self._changes = 0  # of what can be found, and of who holds it
         self._stats = PrefixStats()
@@ -187,16 +191,13 @@ class BlockManager:
         chain = self._chain(tokens, salt, adapter, extra)
         owner = self._new_name(seq, owner)
         hits = self._match(chain) if lookup else []
-        self._require(self._missing(len(chain.tokens), self._held(hits)))
+        self._require(self._missing(len(chain.tokens), self._held(hits)), len(chain.tokens), self.watermark_blocks)
         self._clock += 1
         table = self._claim(hits, self._blocks_for(len(chain.tokens)) - len(hits), owner)
         cached = len(hits) * self.block_size
         s = self._sequences[seq] = Sequence(
-            chain.tokens, self.block_size, chain.domain, chain.extra, chain.keys, chain.labels,
-            table=table, written=cached, owner=owner, publish=publish and self.cache_prefixes,
-        )  # fmt: skip
-        if chain is tokens:  # the caller's: it may be asked with again
-            s.tokens, s.extra, s.keys, s.labels = list(s.tokens), dict(s.extra), list(s.keys), list(s.labels)
+            *chain.parts(), table=table, written=cached, owner=owner, publish=publish and self.cache_prefixes
+        )
         if lookup and self.cache_prefixes:
             self._stats.count(len(s.tokens), cached, preempted)
         if self.trace is not None:
@@ -234,10 +235,10 @@ class BlockManager:
         """What `allocate` and `can_allocate` take in place of tokens: a request that waits is checked and hashed once."""
         return chain_of(tokens, self.block_size, salt=salt, adapter=adapter, extra=extra)
 
-    def history(self, seq: Hashable) -> Chain:
-        """All of a sequence's tokens as a `chain`, the keys that are known with it: to allocate it again after a preemption."""
-        s = self._sequence(seq)
-        return Chain(list(s.tokens), s.block_size, s.domain, dict(s.extra), list(s.keys), list(s.labels))
+    def history(self, seq: Hashable, more: Iterable[int] = ()) -> Chain:
+        """A sequence's tokens, and `more`, as a `chain` with the keys that are known: to allocate it again after a preemption."""
+        tokens, size, domain, extra, keys, labels = self._sequence(seq).parts()
+        return Chain(tuple(tokens + token_ids(more)), size, domain, MappingProxyType(extra), keys, labels)
 
     def append_token(self, seq: Hashable, token: int) -> list[BlockCopy]:
         """`append` for one token. The common case, room in a block of one's own, is short-cut here."""
@@ -266,7 +267,7 @@ class BlockManager:
         into_tail = bool(tokens) and start % self.block_size > 0
         copy = into_tail and self._must_copy(s.table[-1])
         grow = self._blocks_for(stop) - len(s.table)
-        self._require(grow + copy - self.num_free_blocks)
+        self._require(grow + copy - self.num_free_blocks, stop)
         self._clock += 1
         copies = [self._copy_on_write(seq, s)] if copy else []
         if into_tail:
@@ -274,7 +275,7 @@ class BlockManager:
             self._blocks[s.table[-1]].last_access = self._clock
         s.table += self._claim([], grow, s.owner)
         s.tokens += tokens
-        s.extra |= extra
+        s.extra.update(extra)
         if self.trace is not None and tokens:
             for k in range(start // self.block_size, len(s.table)):
                 first = k * self.block_size
@@ -301,16 +302,15 @@ class BlockManager:
         if _count("prefix_len", prefix_len, 0) > len(s.tokens):
             raise ValueError(f"prefix_len is {prefix_len}, past the end of {src!r}, which has {len(s.tokens)} tokens")
         owner = self._new_name(dst, owner)
+        note = None if self.trace is None else f"from {src}"
         self._clock += 1
         table = s.table[: self._blocks_for(prefix_len)]
         self._share(table, owner)
         self._sequences[dst] = Sequence(
-            list(s.tokens), s.block_size, s.domain, s.extra, list(s.keys), list(s.labels),
-            table=table, written=min(s.written, prefix_len), owner=owner, publish=s.publish,
-        )  # fmt: skip
-        self._sequences[dst].cut(prefix_len)
+            *s.parts(prefix_len), table=table, written=min(s.written, prefix_len), owner=owner, publish=s.publish
+        )
         for i in table:
-            self._log("share", dst, owner, i, note=f"from {src}")
+            self._log("share", dst, owner, i, note=note)
 
     def fork(self, src: Hashable, dst: Hashable, *, owner: Hashable | None = None) -> None:
         """Start `dst` as all of `src`; the first to write a block they share takes a copy."""
@@ -325,7 +325,7 @@ class BlockManager:
         keep = self._blocks_for(num_tokens)
         self._give_back(seq, s.table[keep:], s.owner)
         del s.table[keep:]
-        s.cut(num_tokens)
+        s.tokens, _, _, s.extra, s.keys, s.labels = s.parts(num_tokens)
         s.written = min(s.written, num_tokens)
 
     def free(self, seq: Hashable) -> None:
@@ -411,6 +411,10 @@ class BlockManager:
     def tokens(self, seq: Hashable) -> list[int]:
         """The sequence's token ids (a copy)."""
         return list(self._sequence(seq).tokens)
+
+    def num_tokens(self, seq: Hashable) -> int:
+        """How many tokens the sequence has."""
+        return len(self._sequence(seq).tokens)
 
     def num_committed(self, seq: Hashable) -> int:
         """How many leading tokens have their K/V in the pool."""
@@ -588,6 +592,8 @@ class BlockManager:
             raise ValueError(f"the chain is of blocks of {tokens.block_size}, the pool of {self.block_size}: make it anew")
         if (salt, adapter, extra) != (None, None, None):
             raise ValueError("salt, adapter and extra are the chain's own; give them when you make it")
+        if not tokens.tokens:
+            raise ValueError("tokens is empty; a sequence starts with at least one token")
         return tokens
 
     def _held(self, hits: list[int]) -> int:
@@ -598,12 +604,12 @@ class BlockManager:
         """How many blocks an allocation lacks of which `held` are shared with somebody who lives."""
         return self._blocks_for(num_tokens) - held + self.watermark_blocks - self.num_free_blocks
 
-    def _require(self, missing: int) -> None:
+    def _require(self, missing: int, num_tokens: int, kept: int = 0) -> None:
         if missing > 0:
-            raise OutOfBlocks(
-                f"{missing} blocks short ({self.num_free_blocks} of {self.num_blocks} free"
-                f"{f', {self.watermark_blocks} kept for those that run' * bool(self.watermark_blocks)}): free a sequence, or wait"
-            )
+            never = self._blocks_for(num_tokens) + kept > self.num_blocks
+            remedy = f"{num_tokens} tokens never fit this pool; shorten them" if never else "free a sequence, or wait"
+            kept_for = f", {kept} kept for those that run" if kept else ""
+            raise OutOfBlocks(f"{missing} blocks short ({self.num_free_blocks} of {self.num_blocks} free{kept_for}): {remedy}")
 
     def _log(self, what: str, seq=None, owner=None, block=None, start=None, stop=None, note=None, entry=()) -> None:
         if self.trace is not None:

@@ -8,14 +8,18 @@ and kept: in the `Chain` of a request that waits, then in its sequence, then in 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from struct import Struct
 from struct import error as does_not_fit
+from types import MappingProxyType
 
 Tag = str | int | bytes
 """What a salt, an adapter, or what stands behind a token is named by."""
+
+_TAGS = (str, int, bytes)  # these and no subclass: what is equal must have one key
 
 Extra = Mapping[int, Tag]
 """Position -> what stands behind the token there."""
@@ -27,26 +31,27 @@ class Chain:
 
     `BlockManager.chain` makes one. A request that waits keeps it and asks with it again: nothing is hashed twice.
 
+    Its tokens and what stands behind them never change. A request that goes on is another chain (`BlockManager.history`).
+
     tokens      token ids
     block_size  of the manager it was made by
     domain      who may share it (see `domain_of`)
     extra       position -> what stands behind the token there besides its id, a picture's hash for instance
     """
 
-    tokens: list[int]
+    tokens: Sequence[int]
     block_size: int
     domain: tuple = ()
-    extra: dict[int, Tag] = field(default_factory=dict)
+    extra: Extra = field(default_factory=dict)
     keys: list[bytes] = field(default_factory=list)
-    labels: list[bytes | tuple] = field(default_factory=list)
+    labels: list[bytes | tuple] = field(default_factory=list)  # what each key is the hash of
     seen: tuple = (None, 0, 0)  # the answer to the last look-up: whose, at which of its changes, and how many hits were held
 
-    def cut(self, num_tokens: int) -> None:
-        """Keep the first `num_tokens` tokens, and the keys of the blocks they fill."""
-        whole = num_tokens // self.block_size
-        del self.tokens[num_tokens:], self.keys[whole:], self.labels[whole:]
-        if self.extra:
-            self.extra = {at: what for at, what in self.extra.items() if at < num_tokens}
+    def parts(self, num_tokens: int | None = None) -> tuple:
+        """Copies of what it is made of, of its first `num_tokens` tokens: what another chain begins with."""
+        n = len(self.tokens) if num_tokens is None else num_tokens
+        whole, extra = n // self.block_size, {at: what for at, what in self.extra.items() if at < n}
+        return list(self.tokens[:n]), self.block_size, self.domain, extra, self.keys[:whole], self.labels[:whole]
 
 
 class Prefix:
@@ -61,13 +66,13 @@ class Prefix:
     def __init__(self, key: bytes, parent: Prefix | None, label: bytes | tuple, domain: tuple, rest: Prefix | None) -> None:
         self.key, self.parent, self.label, self.domain, self.rest = key, parent, label, domain, rest
         self.block: int | None = None
-        self.twins: tuple[int, ...] = ()
+        self.twins: OrderedDict[int, None] | None = None  # oldest first; made for the first of them
         self.children = 0
 
     @property
     def blocks(self) -> tuple[int, ...]:
         """All blocks that hold it; the first one is found."""
-        return () if self.block is None else (self.block, *self.twins)
+        return () if self.block is None else (self.block, *(self.twins or ()))
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -84,9 +89,17 @@ class Prefix:
 def domain_of(salt: Tag | None, adapter: Tag | None) -> tuple:
     """Who may share with whom. Tagged, so that a salt "x" and an adapter "x" are two domains."""
     for name, value in (("salt", salt), ("adapter", adapter)):
-        if value is not None and not isinstance(value, str | int | bytes):
+        if value is not None and type(value) not in _TAGS:
             raise ValueError(f"{name} must be a str, an int or bytes, or None for none; got {type(value).__name__}")
     return tuple((name, value) for name, value in (("salt", salt), ("adapter", adapter)) if value is not None)
+
+
+def behind(chain: Chain, k: int) -> tuple:
+    """What stands behind the tokens of block `k` besides their ids: pairs of position and name."""
+    if not chain.extra:
+        return ()
+    places = range(k * chain.block_size, (k + 1) * chain.block_size)
+    return tuple((at, chain.extra[at]) for at in places if at in chain.extra)
 
 
 class PrefixIndex:
@@ -126,9 +139,7 @@ class PrefixIndex:
             packed = self._pack(*tokens)
         except does_not_fit:  # ids of 2³² and more, as nobody has: right, and larger
             packed = tuple(tokens)
-        extra = () if k else chain.domain
-        if chain.extra:
-            extra += tuple((at, chain.extra[at]) for at in sorted(chain.extra) if start <= at < stop)
+        extra = (() if k else chain.domain) + behind(chain, k)
         return (extra, packed) if extra or type(packed) is tuple else packed
 
     def key(self, parent: bytes, label: bytes | tuple) -> bytes:
@@ -160,14 +171,18 @@ class PrefixIndex:
                 parent.children += 1
         if prefix.block is None:
             prefix.block = block
+        elif prefix.twins is None:
+            prefix.twins = OrderedDict({block: None})
         else:
-            prefix.twins += (block,)
+            prefix.twins[block] = None
         return prefix
 
-    def remove(self, block: int, prefix: Prefix | None) -> None:
+    def remove(self, block: int, prefix: Prefix) -> None:
         """Take `block` out. A prefix stays while a block holds it or a longer prefix hangs on it."""
-        left = [b for b in prefix.blocks if b != block]
-        prefix.block, prefix.twins = (left[0], tuple(left[1:])) if left else (None, ())
+        if prefix.block == block:
+            prefix.block = prefix.twins.popitem(last=False)[0] if prefix.twins else None
+        elif prefix.twins:
+            prefix.twins.pop(block, None)
         while prefix is not None and prefix.block is None and not prefix.children:
             self._unlink(prefix)
             prefix = prefix.parent
@@ -193,7 +208,7 @@ def chain_of(
     ids = token_ids(tokens)
     if not ids:
         raise ValueError("tokens is empty; a sequence starts with at least one token")
-    return Chain(ids, block_size, domain_of(salt, adapter), extra_of(extra, 0, len(ids)))
+    return Chain(tuple(ids), block_size, domain_of(salt, adapter), MappingProxyType(extra_of(extra, 0, len(ids))))
 
 
 def token_ids(tokens: Iterable[int]) -> list[int]:
@@ -217,7 +232,7 @@ def extra_of(extra: Extra | None, start: int, stop: int) -> dict[int, Tag]:
     for at, what in extra.items():
         if type(at) is not int or not start <= at < stop:
             raise ValueError(f"extra names position {at!r}; these tokens stand at {start} to {stop - 1}")
-        if not isinstance(what, str | int | bytes):
+        if type(what) not in _TAGS:
             raise ValueError(f"extra at {at} must be a str, an int or bytes, not {type(what).__name__}")
     return dict(extra)
 
@@ -227,6 +242,8 @@ def block_hashes(tokens: Iterable[int], block_size: int = 16, **domain) -> list[
 
     `domain`: salt, adapter and extra, as in `BlockManager.allocate`.
     """
+    if type(block_size) is not int or block_size < 1:
+        raise ValueError(f"block_size must be an int of at least 1, not {block_size!r}")
     chain = chain_of(tokens, block_size, **domain)
     whole = len(chain.tokens) // block_size
     if whole:

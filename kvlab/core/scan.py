@@ -61,10 +61,10 @@ def owner_scan(events: Iterable[Event]) -> list[Finding]:
         if event.what == "reserve":
             hand_out(event)
         elif event.what == "copy":
-            holders.get(int(event.note.removeprefix("of ")), {}).pop(event.request_id, None)
+            holders.get(int(event.note.removeprefix("of ")), {}).pop(holder(event), None)
             hand_out(event)
         elif event.what == "append":
-            if event.request_id not in held:
+            if holder(event) not in held:
                 hand_out(event)
             elif len(held) > 1:
                 report(event, WRITTEN)
