@@ -1,0 +1,49 @@
+"""Which hypothesis of `kvlab.twin` each fault of the zoo is a case of. In one place, so that the two lists cannot drift apart.
+
+What is in OUTSIDE moves logits and is in no hypothesis: a search has to answer "none of mine" there.
+"""
+
+from __future__ import annotations
+
+TWINS: dict[str, str] = {
+    "cache-not-reset": "foreign-before",
+    "static-cache-not-reset": "foreign-before",
+    "prefix-copied-shallow": "foreign-before",
+    "prefix-cache-aliased": "foreign-before",
+    "length-is-live": "foreign-before",
+    "look-writes": "foreign-before",
+    "stale-buffer": "stale-slots",
+    "fork-shares-the-buffer": "slots-of-another",
+    "no-copy-on-write": "slots-of-another",
+    "fork-without-reference": "slots-of-another",
+    "freed-on-cancel": "slots-of-another",
+    "hit-rounded-up": "slots-of-another",
+    "blocks-not-verified": "slots-of-another",
+    "stale-hash": "block-of-another",
+    "prefix-unchained": "found-elsewhere",
+    "shift-without-rotation": "found-elsewhere",
+    "last-token-fed-twice": "fed-twice",
+    "pads-not-masked": "pads-seen",
+    "mask-one-short": "newest-hidden",
+    "window-one-too-wide": "window-in-prefill",
+    "positions-restarted": "steps-at",
+    "window-caps-the-length": "steps-at",
+    "position-one-too-far": "steps-shifted",
+    "prefill-from-one": "steps-shifted",
+    "steps-count-pads": "steps-shifted",
+    "one-offset-for-all": "steps-shifted",
+    "conventions-mixed": "steps-shifted",
+    "step-position-in-bf16": "steps-in-bits",
+    "suffix-positions-from-zero": "from-zero-behind-prefix",
+    "no-position-ids": "all-shifted",
+    "right-padding-misread": "pad-read",
+}
+
+OUTSIDE: dict[str, str] = {
+    "masked-row-is-nan": "its logits are no numbers",
+    "old-weights-cache": "what the old weights computed cannot be had from the new ones",
+    "beams-not-reordered": "a beam reads another beam's past, and which one changes from step to step",
+    "output-cached": "the attention's output is kept, not keys and values",
+    "angles-in-bf16": "angles in fewer bits at a start the run does not tell",
+    "tokenised-apart": "other token ids were fed than the prompt has",
+}
