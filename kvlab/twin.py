@@ -21,11 +21,12 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from kvlab.compare import BEYOND, compare, scores
+from kvlab.compare import BEYOND, HEADROOM, compare, scores
 from kvlab.runtime.models import Loaded
 
 BLOCK = 16  # tokens in a block, where a hypothesis counts in blocks
 MOST = 48  # numbers that are tried of one hypothesis at most
+WIDEST = 8.0  # a twin's own ε is at most this many times the healthy one
 
 KV = list[tuple[torch.Tensor, torch.Tensor]]  # keys and values of each layer, [1, kv_heads, slots, head_dim]
 
@@ -40,12 +41,20 @@ class Bench:
     prompt    token ids
     tokens    the suspect's tokens; the last is never fed
     others    token ids of other requests, prompt and answer, as far as they are known
+    chunk     run every forward in pieces of this many tokens: the same numbers, rounded otherwise
 
     `own` are the fed tokens, `n` those of the prompt, `steps` the logits' rows. Slots and positions count from 0.
     """
 
-    def __init__(self, loaded: Loaded, prompt: Sequence[int], tokens: Sequence[int], others: Sequence[Sequence[int]] = ()):
-        self.loaded, self.model = loaded, loaded.model
+    def __init__(
+        self,
+        loaded: Loaded,
+        prompt: Sequence[int],
+        tokens: Sequence[int],
+        others: Sequence[Sequence[int]] = (),
+        chunk: int | None = None,
+    ) -> None:
+        self.loaded, self.model, self.chunk = loaded, loaded.model, chunk
         self.prompt, self.tokens = [int(i) for i in prompt], [int(i) for i in tokens]
         self.own, self.n, self.steps = self.prompt + self.tokens[:-1], len(self.prompt), len(self.tokens)
         self.others = [[int(i) for i in ids] for ids in others]
@@ -108,22 +117,28 @@ class Bench:
             least = torch.finfo(self.model.dtype).min
             return torch.where(may, 0.0, least).to(self.model.dtype)[None, None].to(device)
 
-        mask = additive(within)
-        if self.kinds:
-            mask = {kind: additive(within if kind == "sliding_attention" else sees) for kind in self.kinds}
         cache = _Store(store) if store else DynamicCache()
         for layer, (keys, values) in enumerate(past or []):
             DynamicCache.update(cache, keys, values, layer)
-        out = self.model(
-            input_ids=torch.tensor([list(ids)], device=device),
-            position_ids=positions[None].to(device),
-            attention_mask=mask,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=self.steps if keep is None else keep,
-        )
-        self.runs += 1
-        return out.logits[0].float().cpu(), [(layer.keys, layer.values) for layer in cache.layers]
+        keep, rows = self.steps if keep is None else keep, []
+        ahead = bool((sees & (slot[None] > at[:, None])).any())  # a query that looks ahead needs all in one piece
+        for begin in range(0, q, q if ahead or not self.chunk else self.chunk):
+            end = q if ahead or not self.chunk else min(begin + self.chunk, q)
+            cut = slice(begin, end), slice(0, held + end)
+            mask = additive(within[cut])
+            if self.kinds:
+                mask = {kind: additive((within if kind == "sliding_attention" else sees)[cut]) for kind in self.kinds}
+            out = self.model(
+                input_ids=torch.tensor([list(ids[begin:end])], device=device),
+                position_ids=positions[None, begin:end].to(device),
+                attention_mask=mask,
+                cache=cache,
+                use_cache=True,
+                logits_to_keep=min(keep, end - begin),
+            )
+            rows.append(out.logits[0].float().cpu())
+            self.runs += 1
+        return torch.cat(rows)[-keep:], [(layer.keys, layer.values) for layer in cache.layers]
 
     def kept(self, ids: Sequence[int]) -> KV:
         """The K/V of `ids` run alone from position 0. Computed once."""
@@ -237,7 +252,7 @@ def _gaps(b: Bench) -> list[int]:
     found = []
     for other in b.others:
         gap = len(other) - b.n
-        found += [gap - back for back in range(0, 17) if gap - back > 0]
+        found += [gap - back for back in (*range(0, 9), -1) if gap - back > 0]
     return list(dict.fromkeys(found))
 
 
@@ -304,6 +319,14 @@ def _history_lost(b: Bench, n: int, _=None):
     return b.later(sees=sees)
 
 
+def _nothing_seen(b: Bench, _n, _=None):
+    """Attention gives 0, as it does where a mask hides everything: one slot of zeros is seen, and nothing else."""
+    empty = [(torch.zeros_like(k[:, :, :1]), torch.zeros_like(v[:, :, :1])) for k, v in b.part(0, 1)]
+    sees = torch.zeros(b.steps - 1, len(b.own) + 1, dtype=torch.bool)
+    sees[:, 0] = True
+    return b.later(sees=sees, past=join(empty, b.part(0, b.n)), extra=1)
+
+
 def _newest_lost(b: Bench, n: int, _=None):
     sees = b.causal(b.steps - 1, len(b.own))
     sees[:, b.n - n : b.n] = False
@@ -349,7 +372,7 @@ def _pads(counted: bool):
 
 
 def _pad_numbers(b: Bench, _=None):
-    return [n for n in dict.fromkeys([*_gaps(b), *range(1, 33)]) if n + len(b.own) <= b.places]
+    return [n for n in dict.fromkeys([*_gaps(b), *range(1, 9 if b.others else 25)]) if n + len(b.own) <= b.places]
 
 
 def _all_shifted(b: Bench, d: int, _=None):
@@ -372,7 +395,11 @@ def _behind(b: Bench, _=None):
     shared = [common(b.prompt, other) for other in b.others]
     blocks = [k // BLOCK * BLOCK for k in shared]
     every = range((b.n - 1) // BLOCK * BLOCK, 0, -BLOCK)
-    return [k for k in dict.fromkeys([*blocks, *shared, *every, *range(1, b.n)]) if 0 < k < b.n]
+    return [
+        k
+        for k in dict.fromkeys([*blocks, *shared, *every, *range(1, 17), *(k + d for k in blocks for d in (-1, 1))])
+        if 0 < k < b.n
+    ]
 
 
 def _fed_twice(b: Bench, n: int, _=None):
@@ -400,22 +427,23 @@ def _slots(b: Bench, other):
     return [k for k in dict.fromkeys([*blocks, *range(shared + 1, most + 1), most]) if shared < k <= most]
 
 
-def _block_of_another(b: Bench, number, other):
-    i, j, seen = number
-    theirs = b.kept(other)
-    past = join(b.part(0, i * BLOCK), b.part(j * BLOCK, (j + 1) * BLOCK, theirs), b.part((i + 1) * BLOCK, seen))
+def _overwritten(b: Bench, number, other):
+    begin, end, seen = number
+    past = join(b.part(0, begin), b.part(begin, end, b.kept(other)), b.part(end, seen))
     return b.after(seen, past)
 
 
-def _blocks(b: Bench, other):
-    whole = (b.n - 1) // BLOCK
+def _regions(b: Bench, other):
+    """(begin, end, seen): slots another request has written, in blocks or to its end, and the first token that reads them."""
+    most = min(len(other), b.n - 1)
+    ends = dict.fromkeys([most, *range(most // BLOCK * BLOCK, 0, -BLOCK)])
     out = []
-    for seen in range(whole, 0, -1):
-        for i in range(seen):
-            for j in range(len(other) // BLOCK):
-                if b.prompt[: (i + 1) * BLOCK] != other[: (j + 1) * BLOCK] or i != j:
-                    out.append((i, j, seen * BLOCK))
-    return out
+    for end in ends:
+        seen = dict.fromkeys([*range(end, min(end + 9, b.n)), *range((b.n - 1) // BLOCK * BLOCK, end, -BLOCK)])
+        for begin in range(0, end, BLOCK):
+            changes = b.prompt[:end] != other[:end]
+            out += [(begin, end, t) for t in seen if changes and (begin or t > end)]
+    return sorted(out, key=lambda number: number[2] - number[1])
 
 
 def _found_at(b: Bench, other):
@@ -573,6 +601,14 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
         True,
     ),
     Hypothesis(
+        "nothing-seen",
+        (MASK, POSITION),
+        "cached steps see nothing, not even themselves: a mask counted from a wrong position hides all",
+        _once,
+        _nothing_seen,
+        True,
+    ),
+    Hypothesis(
         "window-in-steps", (MASK,), "in cached steps the window is {n:+d} tokens", _widths, _window("steps"), True, "window"
     ),
     # from some slot on, over a past that holds something else
@@ -610,16 +646,14 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
         needs="others and rotary",
     ),
     Hypothesis(
-        "block-of-another",
+        "slots-overwritten",
         (FOREIGN,),
-        f"block {{n[0]}} holds block {{n[1]}} of another request ({BLOCK} tokens each), read from token {{n[2]}} on",
-        _blocks,
-        _block_of_another,
+        "another request has written slots {n[0]} to {n[1]}, and the tokens from {n[2]} on read them",
+        _regions,
+        _overwritten,
         needs="others",
     ),
-    Hypothesis(
-        "pads-seen", (MASK,), "{n} pads before the prompt are seen, and not counted", _pad_numbers, _pads(False)
-    ),
+    Hypothesis("pads-seen", (MASK,), "{n} pads before the prompt are seen, and not counted", _pad_numbers, _pads(False)),
     Hypothesis(
         "pads-seen-and-counted", (MASK, POSITION), "{n} pads before the prompt are seen, and counted", _pad_numbers, _pads(True)
     ),
@@ -651,7 +685,12 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
         _pad_read,
     ),
     Hypothesis(
-        "all-shifted", (POSITION,), "every token stands {n:+d} places from its own", _forward_jumps, _all_shifted, needs="learned"
+        "all-shifted",
+        (POSITION,),
+        "every token stands {n:+d} places from its own",
+        _forward_jumps,
+        _all_shifted,
+        needs="learned",
     ),
     Hypothesis(
         "prompt-shifted",
@@ -665,7 +704,7 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
         "oldest-dropped",
         (ALTERED,),
         "the first {n} tokens are missing, and their places stay empty",
-        _up_to(16),
+        _up_to(8),
         _dropped,
     ),
     Hypothesis("stored-in", (ALTERED,), "{n[1]} are stored as {n[0]}, and read so by all", _formats, _stored),
@@ -683,6 +722,9 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
 class Try:
     """The best a hypothesis did. `miss`: max |Δ| from the suspect over all steps; `moves`: from the healthy run.
 
+    `within`: what counts as met. ε; or, where the wrong state magnifies rounding, `HEADROOM` times what the twin itself moves when it is
+    run in pieces, up to `WIDEST` ε.
+
     `other` is the index of the other request it was tried with; `tried` how many of its numbers were.
     """
 
@@ -694,14 +736,16 @@ class Try:
     tried: int = 1
     other: int | None = None
     sentence: str = ""
+    within: float = 0.0
 
 
 @dataclass(frozen=True)
 class Twin:
     """What a search found.
 
-    kind        "named", "several" (more than one meets), "none", "nothing to explain" (the suspect is within ε of the healthy run),
-                "unclear" (too near to it to name anything), or "no number" (NaN: nothing can meet it)
+    kind        "named" (one hypothesis meets; of its numbers perhaps more than one), "several" (more than one hypothesis meets),
+                "none", "nothing to explain" (the suspect is within ε of the healthy run), "unclear" (too near to it to name
+                anything, or a twin nearly meets), or "no number" (NaN: nothing can meet it)
     met         what meets within ε, closest first
     neighbours  of what meets: (hypothesis, number next to it) → how far it misses
     tried       the best of every hypothesis that was tried, in that order
@@ -768,12 +812,23 @@ def search(
                 "that made the run, or the run is not healthy; name the model with --model"
             )
     bench = Bench(loaded, suspect.prompt, suspect.tokens, others)
+    rough = [Bench(loaded, suspect.prompt, suspect.tokens, others, chunk=size) for size in (3, max(5, bench.n // 8))]
     start = _deltas(bench, bench.plain, suspect)
     distance = max(start)
 
     def done(kind: str, met=(), neighbours=None, tried=(), left_out=None) -> Twin:
         seconds = round(time.perf_counter() - began, 1)
-        found = Twin(kind, tuple(met), neighbours or {}, tuple(tried), left_out or {}, distance, epsilon, bench.runs, seconds)
+        found = Twin(
+            kind,
+            tuple(met),
+            neighbours or {},
+            tuple(tried),
+            left_out or {},
+            distance,
+            epsilon,
+            bench.runs + sum(one.runs for one in rough),
+            seconds,
+        )
         return Twin(**{**found.__dict__, "sentence": _sentence(found)})
 
     if distance <= epsilon:
@@ -795,7 +850,7 @@ def search(
             continue
         best = []
         for index, other in enumerate(bench.others) if "others" in one.needs else [(None, None)]:
-            best += _try(one, bench, suspect, epsilon, index, other, met, neighbours)
+            best += _try(one, bench, rough, suspect, epsilon, index, other, met, neighbours)
         if best:
             closest = min(best, key=lambda a: a.miss)
             tried.append(Try(**{**closest.__dict__, "tried": sum(a.tried for a in best)}))
@@ -804,7 +859,10 @@ def search(
         if first and met:
             break
     met.sort(key=lambda a: a.miss)
-    return done("none" if not met else "named" if len(met) == 1 else "several", met, neighbours, tried, left_out)
+    names = {made.hypothesis for made in met}
+    nearly = any(made.miss <= BEYOND * epsilon for made in tried)
+    kind = ("unclear" if nearly else "none") if not met else "named" if len(names) == 1 else "several"
+    return done(kind, met, neighbours, tried, left_out)
 
 
 def _check(loaded: Loaded, run: Any, name: str) -> None:
@@ -845,7 +903,7 @@ def _not_for(one: Hypothesis, bench: Bench, at_once: float, epsilon: float) -> s
     return ""
 
 
-def _try(one, bench, suspect, epsilon, index, other, met, neighbours) -> list[Try]:
+def _try(one, bench, rough, suspect, epsilon, index, other, met, neighbours) -> list[Try]:
     """The best try of one hypothesis (with one other request); what meets goes into `met`, those next to it into `neighbours`."""
     found: dict[Any, Try] = {}
 
@@ -854,18 +912,25 @@ def _try(one, bench, suspect, epsilon, index, other, met, neighbours) -> list[Tr
             logits = one.play(bench, number, other)
             miss = max(_deltas(bench, logits, suspect))
             moves = float(np.nan_to_num(np.abs(logits.numpy() - bench.plain.numpy()).max(), nan=np.inf))
-            found[number] = Try(one.name, one.families, number, miss, moves, 1, index, one.sentence(number))
+            within = epsilon
+            if epsilon < miss <= WIDEST * epsilon:
+                own = max(float((one.play(pieces, number, other) - logits).abs().max()) for pieces in rough)
+                within = min(max(epsilon, HEADROOM * own), WIDEST * epsilon)
+            found[number] = Try(one.name, one.families, number, miss, moves, 1, index, one.sentence(number), within)
         return found[number]
+
+    def meets(made: Try) -> bool:
+        return made.miss <= made.within and made.moves > BEYOND * made.within
 
     numbers = list(one.numbers(bench, other))[:MOST]
     for number in numbers:
         made = play(number)
-        if made.miss <= epsilon < made.moves:
+        if meets(made):
             met.append(made)
             for near in _next_to(one, bench, number, other):
                 beside = play(near)
                 neighbours[one.name, near] = beside.miss
-                if beside.miss <= epsilon < beside.moves:
+                if meets(beside):
                     met.append(beside)
             break
     moving = [made for made in found.values() if made.moves > epsilon]
@@ -887,6 +952,12 @@ def _sentence(t: Twin) -> str:
         return f"Nothing to explain: the suspect is within ε = {t.epsilon:.3g} of the healthy run ({t.distance:.3g})."
     if t.kind == "no number":
         return "No twin: the suspect has a logit that is no finite number; find out where it comes from first (a row fully masked?)."
+    if t.kind == "unclear" and t.tried:
+        near = t.nearest
+        return (
+            f"Unclear: {near.hypothesis} ({near.sentence}) comes to {near.miss:.3g}, a little beyond ε = {t.epsilon:.3g}; the healthy run "
+            f"misses by {t.distance:.3g}. Measure ε on more healthy arms of this prompt."
+        )
     if t.kind == "unclear":
         return (
             f"No twin: the suspect is {t.distance:.3g} from the healthy run, between ε = {t.epsilon:.3g} and {BEYOND * t.epsilon:.3g}; "
@@ -902,9 +973,13 @@ def _sentence(t: Twin) -> str:
         each = "; ".join(f"{one.hypothesis}: {one.sentence} ({one.miss:.2g})" for one in t.met)
         return f"Several meet the suspect within ε = {t.epsilon:.3g}; it may be any of them: {each}.{hint}"
     one = t.met[0]
-    beside = ", ".join(f"{near} misses by {miss:.2g}" for (_, near), miss in t.neighbours.items())
+    numbers = [made.number for made in t.met]
+    beside = ", ".join(f"{near} misses by {miss:.2g}" for (_, near), miss in t.neighbours.items() if near not in numbers)
+    if len(numbers) > 1:
+        beside = f"{' and '.join(map(str, numbers))} meet alike" + ("; " + beside if beside else "")
     families = " or ".join(one.families)
+    limit = f"ε = {t.epsilon:.2g}" + (f", of this twin {one.within:.2g}" if one.within > t.epsilon else "")
     return (
-        f"{families}, {one.hypothesis}: {one.sentence}. It meets the suspect to {one.miss:.2g} (ε = {t.epsilon:.2g}; the healthy run "
+        f"{families}, {one.hypothesis}: {one.sentence}. It meets the suspect to {one.miss:.2g} ({limit}; the healthy run "
         f"misses by {t.distance:.2g}{'; ' + beside if beside else ''}{'; of the others the nearest, ' + missed if missed else ''}).{hint}"
     )

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from kvlab import record, twin
 from kvlab.experiments import blocks as office
-from kvlab.experiments import clients, prefix, zoo
+from kvlab.experiments import clients, leak, prefix, zoo
 from kvlab.experiments.checkpoint import Checkpoint
 from kvlab.experiments.zoo import ADA, ASK, LONG_TALK, NEW_TOKENS, SECRET, SYSTEM, Scene, Stage
 from kvlab.faults import ZOO, fault
@@ -57,21 +57,16 @@ def _of_group(group: int, long: bool = False) -> Callable:
     return ids
 
 
-def _in_the_office(lead: str, cut: int | None, text: str, then: str | None = None) -> Callable:
-    def ids(stage: Stage, trace: Trace):
-        return [stage.ids(lead)[:cut] + stage.ids(text)]
-
-    return ids
+def _in_the_office(lead: str, cut: int, text: str) -> Callable:
+    return lambda stage, trace: [stage.ids(lead)[:cut] + stage.ids(text)]
 
 
 _OTHERS: dict[str, Callable] = {
-    "cache-not-reset": lambda stage, trace: _texts(zoo.leak.USER_A)(stage, trace),
+    "cache-not-reset": _texts(leak.USER_A),
     "static-cache-not-reset": _texts(ADA),
     "prefix-copied-shallow": _on_system,
     "length-is-live": _on_system,
-    "look-writes": lambda stage, trace: [
-        trace.prompt[:-1] + stage.ids(f" is {SECRET}. Please remember it. My bank password")
-    ],
+    "look-writes": lambda stage, trace: [trace.prompt[:-1] + stage.ids(f" is {SECRET}. Please remember it. My bank password")],
     "fork-shares-the-buffer": _texts("Tom has one animal. It is a dog"),
     "stale-buffer": _answered(LONG_TALK),
     "shift-without-rotation": _texts(LONG_TALK),
@@ -110,15 +105,9 @@ def examine(stage: Stage, name: str, *, broken: bool = True, progress: bool = Fa
         trace = one.play(stage).trace
     loaded = getattr(stage, one.model)
     reference = None if name == "beams-not-reordered" else _plain(stage, one, trace)
+    epsilon, beside = stage.epsilon(loaded, one.shifted), others(stage, name, trace)
     with _weights(stage, name):
-        return twin.search(
-            loaded,
-            reference,
-            trace,
-            stage.epsilon(loaded, one.shifted),
-            others=others(stage, name, trace),
-            progress=progress,
-        )
+        return twin.search(loaded, reference, trace, epsilon, others=beside, progress=progress)
 
 
 def plain(found: twin.Twin) -> dict:
