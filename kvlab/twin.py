@@ -252,7 +252,7 @@ def _gaps(b: Bench) -> list[int]:
     found = []
     for other in b.others:
         gap = len(other) - b.n
-        found += [gap - back for back in (*range(0, 9), -1) if gap - back > 0]
+        found += [gap - back for back in (*range(9), -1) if gap - back > 0]
     return list(dict.fromkeys(found))
 
 

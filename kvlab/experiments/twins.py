@@ -15,7 +15,7 @@ from kvlab import record, twin
 from kvlab.experiments import blocks as office
 from kvlab.experiments import clients, leak, prefix, zoo
 from kvlab.experiments.checkpoint import Checkpoint
-from kvlab.experiments.zoo import ADA, ASK, LONG_TALK, NEW_TOKENS, SECRET, SYSTEM, Scene, Stage
+from kvlab.experiments.zoo import ADA, LONG_TALK, NEW_TOKENS, SECRET, SYSTEM, Scene, Stage
 from kvlab.faults import ZOO, fault
 from kvlab.faults.twins import OUTSIDE, TWINS
 from kvlab.runtime import load, parrot
