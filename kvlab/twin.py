@@ -75,8 +75,8 @@ class Bench:
 
     @property
     def places(self) -> int:
-        """How many positions the model has."""
-        return int(getattr(self.model.config, "max_position_embeddings", 0) or 1 << 30)
+        """How many positions the model has; with rotary ones there is no end."""
+        return 1 << 30 if self.rotary else int(getattr(self.model.config, "max_position_embeddings", 0) or 1 << 30)
 
     @torch.inference_mode()
     def feed(
@@ -423,6 +423,8 @@ def _slots_of_another(b: Bench, k: int, other):
 
 def _slots(b: Bench, other):
     most, shared = min(b.n - 1, len(other)), common(b.prompt, other)
+    if b.loaded.spec.rope_by_length:  # the same tokens in a longer request have other keys
+        shared = 0
     blocks = range(most // BLOCK * BLOCK, 0, -BLOCK)
     return [k for k in dict.fromkeys([*blocks, *range(shared + 1, most + 1), most]) if shared < k <= most]
 

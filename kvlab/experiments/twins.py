@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from kvlab import record, twin
 from kvlab.experiments import blocks as office
-from kvlab.experiments import clients, leak, prefix, zoo
+from kvlab.experiments import clients, leak, lengths, prefix, zoo
 from kvlab.experiments.checkpoint import Checkpoint
 from kvlab.experiments.zoo import ADA, LONG_TALK, NEW_TOKENS, SECRET, SYSTEM, Scene, Stage
 from kvlab.faults import ZOO, fault
@@ -68,6 +68,7 @@ _OTHERS: dict[str, Callable] = {
     "length-is-live": _on_system,
     "look-writes": lambda stage, trace: [trace.prompt[:-1] + stage.ids(f" is {SECRET}. Please remember it. My bank password")],
     "fork-shares-the-buffer": _texts("Tom has one animal. It is a dog"),
+    "prefix-of-another-length": lambda stage, trace: [lengths.prompts()[lengths.LONG]],
     "stale-buffer": _answered(LONG_TALK),
     "shift-without-rotation": _texts(LONG_TALK),
     "no-position-ids": lambda stage, trace: stage.asked(2, seed=5),

@@ -18,6 +18,7 @@ TWINS: dict[str, str] = {
     "fork-without-reference": "slots-overwritten",
     "freed-on-cancel": "slots-overwritten",
     "hit-rounded-up": "slots-of-another",
+    "prefix-of-another-length": "slots-of-another",
     "blocks-not-verified": "slots-of-another",
     "stale-hash": "slots-overwritten",
     "prefix-unchained": "found-elsewhere",
@@ -44,6 +45,7 @@ OUTSIDE: dict[str, str] = {
     "old-weights-cache": "what the old weights computed cannot be had from the new ones",
     "beams-not-reordered": "a beam reads another beam's past, and which one changes from step to step",
     "output-cached": "the attention's output is kept, not keys and values",
+    "angles-not-set-back": "the model turns by a longer request's angles, and keeps nothing of that request",
     "angles-in-bf16": "angles in fewer bits at a start the run does not tell",
     "tokenised-apart": "other token ids were fed than the prompt has",
 }
