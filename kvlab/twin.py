@@ -407,14 +407,31 @@ def _fed_twice(b: Bench, n: int, _=None):
     return b.feed(b.own[b.n - n :], again, past=b.part(0, b.n))[0]
 
 
-def _kept_before(b: Bench, n: int, other):
-    k = min(common(b.prompt, other), b.n - 1)
-    return b.after(k, b.part(0, k + n, b.kept(other)), b.count[k:] + n)
+def _foreign_before(b: Bench, n: int, other):
+    return b.after(0, b.part(0, n, b.kept(other)), b.count + n)
 
 
 def _left_over(b: Bench, other):
-    rest = min(len(other) - min(common(b.prompt, other), b.n - 1), b.places - len(b.own))
-    return [n for n in dict.fromkeys([*range(rest, max(rest - 24, 0), -1), 1, 2, 3]) if 0 < n <= rest]
+    return _last_first(min(len(other), b.places - len(b.own)))
+
+
+def _last_first(most: int) -> list[int]:
+    """All of it, a little less (of an answer's last token there is no K/V), or the first few."""
+    return [n for n in dict.fromkeys([*range(most, max(most - 16, 0), -1), 1, 2, 3]) if 0 < n <= most]
+
+
+def _foreign_behind(b: Bench, n: int, other):
+    k = _prefix(b, other)
+    return b.after(k, b.part(0, k + n, b.kept(other)), b.count[k:] + n)
+
+
+def _prefix(b: Bench, other) -> int:
+    return min(common(b.prompt, other), b.n - 1)
+
+
+def _left_behind(b: Bench, other):
+    k = _prefix(b, other)
+    return _last_first(min(len(other) - k, b.places - len(b.own))) if k else []
 
 
 def _slots_of_another(b: Bench, k: int, other):
@@ -614,13 +631,21 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
         "window-in-steps", (MASK,), "in cached steps the window is {n:+d} tokens", _widths, _window("steps"), True, "window"
     ),
     # from some slot on, over a past that holds something else
-    Hypothesis("fed-twice", (ALTERED,), "the prompt's last {n} tokens are fed, and kept, twice", _up_to(4), _fed_twice),
+    Hypothesis("fed-twice", (ALTERED, FOREIGN), "the prompt's last {n} tokens are fed, and kept, twice", _up_to(4), _fed_twice),
     Hypothesis(
         "foreign-before",
         (FOREIGN,),
         "{n} tokens of another request are kept before the request's own",
         _left_over,
-        _kept_before,
+        _foreign_before,
+        needs="others",
+    ),
+    Hypothesis(
+        "foreign-behind-prefix",
+        (FOREIGN,),
+        "behind the prefix that both requests have, {n} tokens of the other one are kept",
+        _left_behind,
+        _foreign_behind,
         needs="others",
     ),
     Hypothesis(
@@ -865,6 +890,20 @@ def search(
     nearly = any(made.miss <= BEYOND * epsilon for made in tried)
     kind = ("unclear" if nearly else "none") if not met else "named" if len(names) == 1 else "several"
     return done(kind, met, neighbours, tried, left_out)
+
+
+def own_arms(loaded: Loaded, reference: Any, chunks: Sequence[int | None] = (None, 1, 3)) -> dict[str, Any]:
+    """The model's own healthy runs of `reference`, in one forward and in pieces, as differences from it: what ε is measured on.
+
+    For `kvlab.compare.bound`, where no other healthy runs are at hand. Raises ValueError as `search` does.
+    """
+    _check(loaded, reference, "reference")
+    arms = {}
+    for chunk in chunks:
+        bench = Bench(loaded, reference.prompt, reference.tokens, chunk=chunk)
+        run = SimpleNamespace(prompt=bench.prompt, tokens=bench.tokens, logits=bench.plain.numpy())
+        arms[f"{loaded.name} in pieces of {chunk}" if chunk else f"{loaded.name} in one forward"] = compare(reference, run)
+    return arms
 
 
 def _check(loaded: Loaded, run: Any, name: str) -> None:

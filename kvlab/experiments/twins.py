@@ -78,7 +78,6 @@ _OTHERS: dict[str, Callable] = {
     "hit-rounded-up": _of_group(3, long=True),
     "suffix-positions-from-zero": _of_group(3),
     "prefix-cache-aliased": _of_group(3),
-    "last-token-fed-twice": _of_group(1),
     "no-copy-on-write": _in_the_office(office.SYSTEM, office.BLOCK_SIZE + 1, f" The password is {SECRET}."),
     "fork-without-reference": _texts(f"Note: the password is {SECRET}. Keep it."),
     "freed-on-cancel": _texts(f"Note: the password is {SECRET}. Keep it."),
