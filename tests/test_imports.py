@@ -20,7 +20,7 @@ LAYERS = [
     {"compare"},
     {"runtime"},
     {"record"},
-    {"faults"},
+    {"faults", "twin"},
     {"experiments"},
     {"claims"},
     {"show", "checks"},

@@ -1,6 +1,7 @@
 """The `kvlab` command. Each command imports what it needs when it runs, so that `kvlab --help` is quick.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted; of `judge` also 3 state fault, 4 unclear.
+Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted; of `judge` also 3 state fault, 4 unclear; of `twin` also
+3 none of its hypotheses, 4 not decided.
 """
 
 import argparse
@@ -130,6 +131,18 @@ def parser() -> argparse.ArgumentParser:
         "healthy", metavar="HEALTHY", nargs="*", help="runs that must not matter: in pieces, in a batch; they measure ε"
     )
     made.add_argument("suspect", metavar="SUSPECT", help="the run on trial")
+    made.add_argument("--json", action="store_true", help="print all that was found as JSON")
+
+    made = command(commands, "twin", _twin, "name a state fault: the hypothesis whose healthy run meets the suspect's logits")
+    made.add_argument("reference", metavar="REFERENCE", help="a healthy run of the prompt (kvlab/probe.py writes the files)")
+    made.add_argument("suspect", metavar="SUSPECT", help="the run to explain")
+    made.add_argument("healthy", metavar="HEALTHY", nargs="*", help="runs that measure ε (default: the model's own, in pieces)")
+    made.add_argument(
+        "--others", metavar="FILE", nargs="+", default=[], help="runs of other requests, where foreign state may come from"
+    )
+    made.add_argument("--model", metavar="NAME", help="bundled name, Hugging Face id or folder (default: KVLAB_MODEL)")
+    made.add_argument("--device", help="cuda, mps or cpu (default: KVLAB_DEVICE, else the best there is)")
+    made.add_argument("--first", action="store_true", help="stop at the first that meets; a second one is then not seen")
     made.add_argument("--json", action="store_true", help="print all that was found as JSON")
 
     zoo = commands.add_parser("zoo", help="list the faults, show one, or run them on the model", parents=[common])
@@ -476,6 +489,13 @@ def _judge(arguments: argparse.Namespace) -> int:
     from kvlab.cli import judge
 
     return judge.main(arguments.reference, arguments.healthy, arguments.suspect, as_json=arguments.json)
+
+
+def _twin(arguments: argparse.Namespace) -> int:
+    from kvlab.cli import twin
+
+    options = {name: getattr(arguments, name) for name in ("others", "model", "device", "first")}
+    return twin.main(arguments.reference, arguments.suspect, arguments.healthy, **options, as_json=arguments.json)
 
 
 def _count(number: int, what: str) -> str:
