@@ -176,6 +176,31 @@ def twin(loaded: Any, prompt: Sequence[int], steps: int, slots: int) -> Trace:
         return greedy(loaded, [list(prompt)], steps)[0]
 
 
+# ---- the files of lab 13 ------------------------------------------------------------------------------------------------------
+
+UNNAMED = Path(__file__).with_name("unnamed")
+LAB_PROMPT = "A fox and a crow lived in the same forest. One day the crow found a piece of cheese and flew up to"
+LAB_NEW, LAB_STEPS = 23, 4
+
+
+def unnamed(name: str) -> Path:
+    """A run file of lab 13: "reference", "rows2", "behind" or "suspect". All of one prompt, on the bundled weights, in fp32."""
+    return UNNAMED / f"{name}.npz"
+
+
+def record_unnamed(loaded: Any) -> None:
+    """Make the run files of lab 13 anew: the static cache on real weights, in a release that their manifests do not name."""
+    UNNAMED.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="kvlab-released-") as work:
+        ids = loaded.tokenizer(LAB_PROMPT)["input_ids"]
+        play_real(cases.REAL.broken, ids, LAB_NEW, LAB_STEPS, Path(work))
+        for name in ("reference", "healthy.rows2", "healthy.behind", "suspect"):
+            made = probe.load(Path(work) / cases.REAL.what.replace(" ", "-") / f"{name}.npz")
+            about = {"python": "", "system": "", "command": "", "packages": {}, "engine": "a release"}
+            where = unnamed(name.removeprefix("healthy."))
+            probe.save(where, made.prompt, made.tokens, made.scores, dtype="float32", layers=loaded.spec.layers, **about)
+
+
 # ---- the experiment -----------------------------------------------------------------------------------------------------------
 
 
