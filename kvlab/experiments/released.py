@@ -28,8 +28,7 @@ from kvlab.errors import KvlabError
 from kvlab.experiments import packages
 from kvlab.experiments import released_cases as cases
 from kvlab.experiments.checkpoint import Checkpoint
-from kvlab.runtime import load, weights
-from kvlab.runtime.decode import Trace, greedy
+from kvlab.runtime import decode, load, weights
 
 SEED = 1
 PROBES = Path(__file__).with_name("probes")
@@ -170,10 +169,21 @@ def unwritten(slots: int) -> Iterator[None]:
         torch.nn.functional.scaled_dot_product_attention = plain
 
 
-def twin(loaded: Any, prompt: Sequence[int], steps: int, slots: int) -> Trace:
-    """A healthy run of `prompt` in which cached queries see `slots` slots (see :func:`unwritten`)."""
-    with unwritten(slots):
-        return greedy(loaded, [list(prompt)], steps)[0]
+@contextlib.contextmanager
+def moved(by: int) -> Iterator[None]:
+    """Another hypothesis: each cached step is fed at a position `by` further on than its place in the request."""
+    plain = decode.step_positions
+    decode.step_positions = lambda history: plain(history) + by
+    try:
+        yield
+    finally:
+        decode.step_positions = plain
+
+
+def twin(loaded: Any, prompt: Sequence[int], steps: int, slots: int = 0, *, by: int = 0) -> decode.Trace:
+    """A healthy run of `prompt` with a hypothesis built in: cached queries see `slots` slots, or stand `by` positions further on."""
+    with unwritten(slots), moved(by):
+        return decode.greedy(loaded, [list(prompt)], steps)[0]
 
 
 # ---- the files of lab 13 ------------------------------------------------------------------------------------------------------

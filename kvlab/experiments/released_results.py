@@ -12,6 +12,7 @@ from kvlab.experiments.released_cases import Case
 from kvlab.record import Run
 
 RIGHT, WRONG, UNCLEAR, REFUSES, ABSENT, UNJUDGED = "right", "wrong", "unclear", "refuses", "not there", "no verdict"
+UNKNOWN = "`model_kwargs` are not used by the model"  # what generate says to an option it does not know
 _STATES = {"identical": RIGHT, "noise": RIGHT, "unclear": UNCLEAR, "state fault": WRONG}
 
 
@@ -22,7 +23,7 @@ def table(run: Run) -> dict[tuple[str, str, str], dict[str, Any]]:
 
 def state(row: dict[str, Any] | None) -> str:
     """Right, wrong, unclear; or that the release refuses the scenario, or does not have it."""
-    if row is None or row["outcome"] == "not there":
+    if row is None or row["outcome"] == "not there" or UNKNOWN in row.get("says", ""):
         return ABSENT
     if row["outcome"] == "refused":
         return REFUSES
