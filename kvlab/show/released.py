@@ -227,7 +227,7 @@ def left_out_table(run: Run) -> str:
 
 def facts(run: Run) -> dict[str, str]:
     """The numbers of chapter 13's prose, by name, as text."""
-    found, table = results.apart(run), results.table(run)
+    found = results.apart(run)
     releases, rows, _ = results.calendar(run)
     bugs = results.broken(run)
     faults = [row for _, row in bugs if results.state(row) == WRONG]
@@ -264,6 +264,7 @@ def facts(run: Run) -> dict[str, str]:
         "real_slots": (results.named(real) or ("none", 0.0))[0],
         "real_twin": number((results.named(real) or ("none", 0.0))[1]),
         "real_next": number(results.nearest_other(real)),
+        "release_4_40": str(sum(case.fixed == cases.REAL.fixed for case in cases.BUGS)),
         "prompt_tokens": str(run.data["prompt_tokens"]),
         "new_tokens": str(run.manifest.settings["new_tokens"]),
     }
@@ -279,5 +280,4 @@ def facts(run: Run) -> dict[str, str]:
         if case.package == "transformers" and any(case.what == row.what for row in rows):
             out[f"{name}_wrong"] = _stretches(run, case)
             out[f"{name}_wrong_count"] = str(sum(count for _, _, count in results.spans(run, case.what)))
-    out["table_size"] = str(len(table))
     return out
