@@ -100,7 +100,8 @@ def read(folder: Path) -> dict[str, Any]:
     try:
         runs = {path.stem: probe.load(path) for path in sorted(folder.glob("*.npz"))}
         healthy = {name.removeprefix("healthy."): run for name, run in runs.items() if name.startswith("healthy.")}
-        return note | judged(runs["reference"], healthy, runs["suspect"], runs) | text_only(runs, note)
+        text = text_only(runs, note)
+        return note | judged(runs["reference"], healthy, runs["suspect"], runs) | text
     except ValueError as error:  # a run without a number, or no healthy arm that can be believed
         return {"outcome": "no verdict", "says": str(error)[:300]}
 
