@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import plotly.graph_objects as go
 
@@ -58,13 +59,11 @@ def one_axis(run: Run) -> go.Figure:
                 hovertemplate="%{text}<extra></extra>",
             )
     fig.add_vrect(x0=1, x1=BEYOND, fillcolor=MUTED, opacity=0.25, line_width=0)
-    for at, words in ((1, "ε"), (BEYOND, f"{BEYOND:g}ε")):
+    for at, words, side in ((1, "ε", "right"), (BEYOND, f"{BEYOND:g}ε", "left")):
         fig.add_vline(x=at, line={"color": MUTED, "dash": "dot"})
-        fig.add_annotation(x=at, xref="x", y=1.52, text=words, showarrow=False, xanchor="right" if at == 1 else "left")
-    for note in fig.layout.annotations:
-        note.x = {"ε": 0.0, f"{BEYOND:g}ε": 0.602}[note.text]  # a log axis places annotations by exponent
-    fig.update_xaxes(type="log", title="largest |Δlogit| of a run, in units of its ε", exponentformat="power", dtick=1)
-    fig.update_yaxes(tickvals=[0, 1], ticktext=list(rows), range=[-0.6, 1.7], showgrid=False)
+        fig.add_annotation(x=math.log10(at), y=1.52, text=words, showarrow=False, xanchor=side)  # on a log axis: the exponent
+    fig.update_xaxes(type="log", title="largest |Δlogit|, in units of ε", exponentformat="power", dtick=2)
+    fig.update_yaxes(tickvals=[0, 1], ticktext=list(rows), range=[-0.6, 1.7], showgrid=False, zeroline=False)
     found = results.apart(run)
     return apply(
         fig,
