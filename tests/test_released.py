@@ -220,6 +220,8 @@ def test_what_a_release_that_refuses_leaves(tmp_path):
     assert found == {"outcome": "not there", "says": "no Mamba"} and results.state(found) == results.ABSENT
     unknown = {"outcome": "refused", "says": "ValueError: The following `model_kwargs` are not used by the model: ['x']"}
     assert results.state(unknown) == results.ABSENT and results.state(None) == results.ABSENT
+    refuses_a_mask = unknown | {"says": unknown["says"].replace("'x'", "'attention_mask'")}
+    assert results.state(refuses_a_mask) == results.REFUSES, "Mamba, 4.42 to 4.44: an honest answer"
 
 
 def test_of_given_tokens_the_text_is_the_plain_search(tmp_path):

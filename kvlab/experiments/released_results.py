@@ -23,7 +23,8 @@ def table(run: Run) -> dict[tuple[str, str, str], dict[str, Any]]:
 
 def state(row: dict[str, Any] | None) -> str:
     """Right, wrong, unclear; or that the release refuses the scenario, or does not have it."""
-    if row is None or row["outcome"] == "not there" or UNKNOWN in row.get("says", ""):
+    says = "" if row is None else row.get("says", "")
+    if row is None or row["outcome"] == "not there" or (UNKNOWN in says and "attention_mask" not in says):
         return ABSENT
     if row["outcome"] == "refused":
         return REFUSES

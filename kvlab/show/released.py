@@ -227,7 +227,7 @@ def left_out_table(run: Run) -> str:
 def facts(run: Run) -> dict[str, str]:
     """The numbers of chapter 13's prose, by name, as text."""
     found = results.apart(run)
-    releases, rows, _ = results.calendar(run)
+    releases, rows, states = results.calendar(run)
     bugs = results.broken(run)
     faults = [row for _, row in bugs if results.state(row) == WRONG]
     real, real_fixed = results.pair(run, cases.REAL)
@@ -264,6 +264,8 @@ def facts(run: Run) -> dict[str, str]:
         "real_twin": number((results.named(real) or ("none", 0.0))[1]),
         "real_next": number(results.nearest_other(real)),
         "release_4_40": str(sum(case.fixed == cases.REAL.fixed for case in cases.BUGS)),
+        "rows_4_40": str(sum(states.get((cases.REAL.broken, case.what)) == WRONG for case in rows)),
+        "mamba_refuses": str(sum(states[v, "left_pad mamba"] == REFUSES for v in releases)),
         "prompt_tokens": str(run.data["prompt_tokens"]),
         "new_tokens": str(run.manifest.settings["new_tokens"]),
     }
