@@ -17,7 +17,7 @@ from kvlab.experiments import released_results as results
 from kvlab.experiments.checkpoint import Checkpoint
 from kvlab.show import released as show
 
-EVERY = (*cases.BUGS, cases.REAL, cases.ACQUITTED, *cases.OPEN, cases.SOUND)
+EVERY = (*cases.BUGS, cases.NAMED, cases.REAL, cases.ACQUITTED, *cases.OPEN, cases.SOUND)
 
 # ---- the tables -----------------------------------------------------------------------------------------------------------
 
@@ -36,8 +36,8 @@ def test_the_table_of_bugs_is_well_formed():
 def test_each_case_has_a_probe_that_knows_it(case):
     source = (released.PROBES / released.script(case.package, case.what)).read_text()
     scenario, arch = case.what.split()
-    assert scenario in source or case.package in ("transformer-lens", "litgpt") or case is cases.REAL
-    assert f'"{arch}"' in source or case.package != "transformers" or case is cases.REAL
+    assert scenario in source or case.package in ("transformer-lens", "litgpt") or case is cases.REAL or case is cases.NAMED
+    assert f'"{arch}"' in source or case.package != "transformers" or case is cases.REAL or case is cases.NAMED
     for version in filter(None, (case.broken, case.fixed)):
         pins = cases.pins(case.package, version)
         assert pins[0] == (case.package, version) and len({name for name, _ in pins}) == len(pins)
@@ -309,6 +309,9 @@ def test_the_stories_are_what_the_run_says(run):
     real = pair["static-cache-real"][0]
     assert real["same_text"] is True and real["steps"] == 12 and real["first"] is None
     assert int(results.named(real)[0]) == run.data["prompt_tokens"] + run.manifest.settings["new_tokens"]
+    mistral, litgpt = pair["mistral-window-twin"][0], pair["litgpt-window"][0]
+    assert results.named(mistral)[0] == results.named(litgpt)[0] == "64", "no window at all, both"
+    assert mistral["delta"] == pair["mistral-window"][0]["delta"]
     assert results.nearest_other(real) > 1000 * real["epsilon"]
     once, again = pair["dynamic-ntk"][0], pair["dynamic-ntk-again"][0]
     assert once["delta"] == again["delta"] and results.named(once)[0] == results.named(again)[0] == "62"

@@ -48,12 +48,15 @@ def sources() -> list[Path]:
 
 def script(package: str, what: str) -> str:
     """The probe that plays a case."""
-    return "smollm.py" if what.startswith("real ") else cases.PROBES[package]
+    special = {cases.REAL.what: "smollm.py", cases.NAMED.what: "mistral.py"}
+    return special.get(what) or cases.PROBES[package]
 
 
 def part(package: str, version: str, what: str) -> list[str]:
     """The name of a finished part in the checkpoint: with another probe it is another part."""
-    used = {"probe.py", "common.py", "hf.py" if script(package, what) == "smollm.py" else "", script(package, what)}
+    used = {"probe.py", "common.py", script(package, what)}
+    if package == "transformers":
+        used.add("hf.py")  # which the others import
     text = b"".join(path.read_bytes() for path in sources() if path.name in used)
     return [package, version, what, hashlib.sha256(text).hexdigest()[:12]]
 
@@ -230,6 +233,7 @@ def plan(quick: bool = False) -> list[tuple[str, str, list[str]]]:
         for version in filter(None, (case.broken, case.fixed)):
             add(case.package, version, case.what)
     pairs = [(*key, list(whats)) for key, whats in jobs.items()]
+    pairs.append((cases.NAMED.package, cases.NAMED.broken, [cases.NAMED.what]))  # a probe of its own, so a process of its own
     jobs.clear()
     for version in cases.CALENDAR:
         for case in cases.swept():

@@ -29,7 +29,7 @@ MARKS = {
 def one_axis(run: Run) -> go.Figure:
     """Every judged run on one axis: the largest |Δlogit| in units of its own ε."""
     groups = {"the pairs": set(), "the calendar": set()}
-    for case in (*cases.BUGS, cases.REAL, cases.ACQUITTED, *cases.OPEN, cases.SOUND):
+    for case in (*cases.BUGS, cases.NAMED, cases.REAL, cases.ACQUITTED, *cases.OPEN, cases.SOUND):
         groups["the pairs"] |= {(case.package, version, case.what) for version in (case.broken, case.fixed)}
     rows = {"the pairs": [], "the calendar": []}
     for row in results.judged(run):
@@ -177,7 +177,7 @@ def twins_table(run: Run) -> str:
 def twins(run: Run) -> list[tuple[Case, dict, tuple[str, float]]]:
     """The cases that exactly one of their twins meets within ε."""
     found = []
-    for case in (*cases.BUGS, cases.REAL, *cases.OPEN):
+    for case in (*cases.BUGS, cases.NAMED, cases.REAL, *cases.OPEN):
         row = results.pair(run, case)[0]
         if row and row["outcome"] == "ran" and (name := results.named(row)):
             found.append((case, row, name))
@@ -269,7 +269,7 @@ def facts(run: Run) -> dict[str, str]:
         "prompt_tokens": str(run.data["prompt_tokens"]),
         "new_tokens": str(run.manifest.settings["new_tokens"]),
     }
-    for case in (*cases.BUGS, *cases.OPEN, cases.SOUND, cases.ACQUITTED):
+    for case in (*cases.BUGS, cases.NAMED, *cases.OPEN, cases.SOUND, cases.ACQUITTED):
         bad, good = results.pair(run, case)
         name = case.name.replace("-", "_")
         for key, row in (("", bad), ("_fixed", good)):
