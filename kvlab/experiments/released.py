@@ -2,7 +2,7 @@
 
 A probe (`probes/`, with `kvlab/probe.py` copied beside it) runs in an old release's process and writes run files; the parent
 judges them (`compare.judge_runs`) and keeps the small numbers. Releases are fetched with pip at pinned versions into the cache folder
-(`packages`): about 4 GB for all of them. What is finished is kept in the checkpoint, one line for each release and case.
+(`packages`): about 3 GB for all of them. What is finished is kept in the checkpoint, one line for each release and case.
 
 The models are tiny, with random weights from a fixed seed; one case runs on the bundled model's real weights. All in fp32, on the CPU.
 """
