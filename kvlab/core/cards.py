@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from kvlab.core.ledger import MIB, windowed_layers
+from kvlab.core.ledger import MIB
 from kvlab.core.spec import ModelSpec
 
 LITGPT = "Lightning-AI/litgpt, litgpt/config.py at 2685705, after the config.json of {}"
@@ -34,14 +34,11 @@ class PublicModel:
         return ModelSpec.from_config(self.config, "bfloat16", self.name)
 
     @property
-    def windowed(self) -> int:
-        """Layers that see a sliding window only."""
-        return windowed_layers(self.config)
-
-    @property
     def kind(self) -> str:
-        """MHA (every query head has its own K and V), MQA (all share one) or GQA (groups share one)."""
+        """MHA (every query head has its own K and V), MQA (all share one), GQA (groups share one) or MLA (one latent for all)."""
         s = self.spec
+        if any(cache.why == "kv_lora_rank" for cache in s.caches):
+            return "MLA"
         return "MHA" if s.kv_heads == s.heads else "MQA" if s.kv_heads == 1 else "GQA"
 
 
@@ -185,6 +182,26 @@ MODELS: dict[str, PublicModel] = {
             LITGPT.format("google/gemma-3-27b-it") + " (its text model)",
         ),
         PublicModel(
+            "Jamba v0.1",
+            _llama(
+                32,
+                4096,
+                14336,
+                32,
+                8,
+                65536,
+                262144,
+                "jamba",
+                attn_layer_period=8,
+                attn_layer_offset=4,
+                mamba_d_state=16,
+                mamba_d_conv=4,
+                mamba_expand=2,
+            ),
+            51_570_323_328,
+            "the defaults of Transformers' JambaConfig, after ai21labs/Jamba-v0.1: a state-space hybrid",
+        ),
+        PublicModel(
             "Qwen3 32B",
             _llama(64, 5120, 25600, 64, 8, 151936, 40960, "qwen3", head_dim=128),
             32_762_123_264,
@@ -195,6 +212,28 @@ MODELS: dict[str, PublicModel] = {
             _llama(80, 8192, 28672, 64, 8, 128256, 131072),
             70_553_706_496,
             "meta-llama/llama-models, models/sku_list.py at 084b88e",
+        ),
+        PublicModel(
+            "Qwen3-Next 80B",
+            _llama(
+                48,
+                2048,
+                5632,
+                16,
+                2,
+                151936,
+                262144,
+                "qwen3_next",
+                head_dim=256,
+                layer_types=(["linear_attention"] * 3 + ["full_attention"]) * 12,
+                linear_num_key_heads=16,
+                linear_num_value_heads=32,
+                linear_key_head_dim=128,
+                linear_value_head_dim=128,
+                linear_conv_kernel_dim=4,
+            ),
+            79_674_391_296,
+            "the defaults of Transformers' Qwen3NextConfig, after Qwen/Qwen3-Next-80B-A3B-Instruct; context: its config.json",
         ),
         PublicModel(
             "gpt-oss-120b",
@@ -217,21 +256,48 @@ MODELS: dict[str, PublicModel] = {
             "openai/gpt-oss, gpt_oss/torch/model.py at 0568dfc",
         ),
         PublicModel(
+            "MiMo-V2-Flash",
+            _llama(
+                48,
+                4096,
+                16384,
+                64,
+                4,
+                152576,
+                131072,
+                "mimo_v2_flash",
+                head_dim=192,
+                v_head_dim=128,
+                sliding_window=129,
+                layer_types=["full_attention" if i == 0 or i % 6 == 5 else "sliding_attention" for i in range(48)],
+            ),
+            308_778_768_832,
+            "the defaults of Transformers' MiMoV2FlashConfig; K/V heads and widths: ROCm/ATOM#560",
+        ),
+        PublicModel(
             "Llama 3.1 405B",
             _llama(126, 16384, 53248, 128, 8, 128256, 131072),
             405_853_388_800,
             "meta-llama/llama-models, models/sku_list.py at 084b88e",
         ),
+        PublicModel(
+            "DeepSeek-V3",
+            _llama(
+                61,
+                7168,
+                18432,
+                128,
+                128,
+                129280,
+                131072,
+                "deepseek_v3",
+                kv_lora_rank=512,
+                qk_rope_head_dim=64,
+            ),
+            671_026_404_352,
+            "the defaults of Transformers' DeepseekV3Config, after deepseek-ai/DeepSeek-V3; context: arXiv 2412.19437",
+        ),
     )
-}
-
-# Multi-head latent attention keeps no keys and values, so it is no ModelSpec: layers, rank of the latent, rotated key part.
-DEEPSEEK_V3 = {
-    "layers": 61,
-    "rank": 512,
-    "rope_dim": 64,
-    "heads": 128,
-    "source": "the defaults of Transformers' DeepseekV3Config",
 }
 
 CARDS: dict[str, Card] = {

@@ -4,17 +4,18 @@ The formula of a cache that holds keys and values:
 
     bytes = 2 · layers · kv_heads · (bytes of one head's vector) · tokens · beams · requests
 
-2 for K and V. What varies from engine to engine is the number of tokens a layer really holds: a sliding window caps it, a
-pool of blocks rounds it up. Every quantity is a whole number of bytes. The page's calculator (`book/assets/js/ledger.js`)
+2 for K and V. It is worked out for each kind of layer a model has (`ModelSpec.caches`): keys and values may differ in width, and
+some layers keep a state that does not grow, or nothing. What varies from engine to engine is the number of tokens a layer really
+holds: a sliding window caps it, a pool of blocks rounds it up. Every quantity is a whole number of bytes. The page's calculator (`book/assets/js/ledger.js`)
 is the same arithmetic; a test keeps the two equal to the byte.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+from kvlab.core.layers import LayerCache
 from kvlab.core.spec import ModelSpec, canonical_dtype
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -78,37 +79,82 @@ def stored_bytes(numbers: int, form: str | Format) -> int:
     return _up(numbers * form.bits, 8) + scales
 
 
-def kv_heads(spec: ModelSpec) -> int:
-    """Heads a layer keeps keys and values for. Query heads keep nothing: in GQA several of them read one K/V head."""
-    return spec.kv_heads
+def kv_heads(spec: ModelSpec, cache: LayerCache | None = None) -> int:
+    """Heads a layer keeps keys and values for. Query heads keep nothing: in GQA several of them read one K/V head.
+
+    `cache`: the kind of layer, where a model has several; by default the spec's first.
+    """
+    return spec.kv_heads if cache is None else cache.heads
+
+
+def layer_token_bytes(spec: ModelSpec, cache: LayerCache, form: str | Format | None = None) -> int:
+    """Bytes that one layer of this kind keeps for one token: 0 where it keeps a state or nothing."""
+    if not cache.keeps_tokens:
+        return 0
+    form = form or spec.dtype
+    head = stored_bytes(cache.key_dim, form) + stored_bytes(cache.value_dim, form)
+    return kv_heads(spec, cache) * head + stored_bytes(cache.shared, form)
 
 
 def token_bytes(spec: ModelSpec, form: str | Format | None = None) -> int:
-    """Bytes of one token's keys and values over all layers. `form`: how they are kept, by default the spec's dtype."""
-    return 2 * spec.layers * kv_heads(spec) * stored_bytes(spec.head_dim, form or spec.dtype)
+    """Bytes of one token over all layers that hold it. `form`: how K and V are kept, by default the spec's dtype.
 
-
-def latent_token_bytes(layers: int, rank: int, rope_dim: int, form: str | Format) -> int:
-    """Bytes of one token under multi-head latent attention (MLA).
-
-    A layer keeps one latent vector of `rank` numbers, from which the keys and values of all heads are computed, and one
-    rotated key part of `rope_dim` numbers that the heads share. There is no 2 and no number of heads. Source: DeepSeek-V2,
-    arXiv 2405.04434, section 2.1.
+    Windowed layers are counted: they hold each token, for a while. What a long context adds for each further token is
+    `growth_bytes`.
     """
-    return layers * (stored_bytes(rank, form) + stored_bytes(rope_dim, form))
+    return sum(cache.count * layer_token_bytes(spec, cache, form) for cache in spec.caches)
+
+
+def growth_bytes(spec: ModelSpec, form: str | Format | None = None) -> int:
+    """Bytes that one more token adds once every window is full: the layers that see the whole context."""
+    return sum(cache.count * layer_token_bytes(spec, cache, form) for cache in spec.caches if cache.kind == "full")
+
+
+def state_bytes(spec: ModelSpec) -> int:
+    """Bytes of a request's states: what state-space, linear-attention and convolution layers keep, whatever its length.
+
+    A state is kept in the model's dtype, or in float32 where its family does so (`LayerCache.numbers32`); a format for K and V does
+    not apply to it.
+    """
+    return sum(cache.count * layer_state_bytes(spec, cache) for cache in spec.caches)
+
+
+def layer_state_bytes(spec: ModelSpec, cache: LayerCache) -> int:
+    """Bytes of the state that one layer of this kind keeps for a request."""
+    return stored_bytes(cache.numbers, spec.dtype) + stored_bytes(cache.numbers32, "float32")
+
+
+def layer_lines(spec: ModelSpec, form: str | Format | None = None) -> list[str]:
+    """A line for each kind of layer: how many, what it keeps, and the bytes of a token or of its state in one layer."""
+    out = []
+    for cache in spec.caches:
+        many = f"{cache.count} layer{'' if cache.count == 1 else 's'}"
+        if cache.kind == "none":
+            out.append(f"{many} keep{'s' * (cache.count == 1)} nothing of the text" + (f" ({cache.why})" if cache.why else ""))
+        elif cache.kind == "state":
+            out.append(f"{many} with a state: {human(layer_state_bytes(spec, cache))} each, whatever the length")
+        else:
+            out.append(
+                f"{many} with {_widths(cache)}: {layer_token_bytes(spec, cache, form):,} bytes a token each{_cap(cache)}"
+            )
+    return out
+
+
+def _widths(cache: LayerCache) -> str:
+    more = f" and an index key of {cache.shared}" if cache.shared else ""
+    if cache.why == "kv_lora_rank":
+        return f"a latent of {cache.key_dim} + {cache.value_dim} numbers{more}"
+    dim = f"{cache.key_dim}" if cache.key_dim == cache.value_dim else f"{cache.key_dim} (K) and {cache.value_dim} (V)"
+    return f"{cache.heads} K/V head{'' if cache.heads == 1 else 's'} of {dim}{more}"
+
+
+def _cap(cache: LayerCache) -> str:
+    return f", of the last {cache.window:,} tokens" if cache.kind == "window" else ""
 
 
 def windowed_layers(config: Any) -> int:
-    """How many layers of a Hugging Face config (object or dict) see a sliding window only."""
-    get = config.get if isinstance(config, Mapping) else lambda key: getattr(config, key, None)
-    inner = get("text_config")
-    if inner is not None:
-        return windowed_layers(inner)
-    kinds = get("layer_types")
-    if kinds:
-        return sum(kind == "sliding_attention" for kind in kinds)
-    spec = ModelSpec.from_config(config, "bfloat16")  # the dtype bears on nothing here
-    return spec.layers if spec.window else 0
+    """How many layers of a Hugging Face config (object or dict) see a sliding window only. Raises as `ModelSpec.from_config`."""
+    return ModelSpec.from_config(config, "bfloat16").windowed  # the dtype bears on nothing here
 
 
 def blocks(tokens: int, block: int, window: int | None = None) -> int:
@@ -129,9 +175,8 @@ def request_bytes(
     form: str | Format | None = None,
     beams: int = 1,
     block: int = 1,
-    windowed: int | None = None,
 ) -> int:
-    """Bytes of one request of `tokens` tokens, prompt and answer together.
+    """Bytes of one request of `tokens` tokens, prompt and answer together: K and V, and the states.
 
     Args:
         spec: the model's shape.
@@ -139,20 +184,17 @@ def request_bytes(
         form: how K and V are kept; by default the spec's dtype.
         beams: sequences that are kept beside each other, each with a cache of its own.
         block: tokens are handed out in blocks of this many; 1: singly.
-        windowed: layers with the spec's sliding window; by default all of them, if it has one.
 
     Raises:
-        ValueError: a count below its least value, or more windowed layers than layers.
+        ValueError: a count below its least value.
     """
     for name, value, least in (("tokens", tokens, 0), ("beams", beams, 1), ("block", block, 1)):
         _at_least(name, value, least)
-    if windowed is None:
-        windowed = spec.layers if spec.window else 0
-    if not 0 <= windowed <= (spec.layers if spec.window else 0):
-        raise ValueError(f"windowed is {windowed}: the model has {spec.layers} layers and window {spec.window}")
-    one_layer = token_bytes(replace(spec, layers=1), form)
-    full, near = blocks(tokens, block) * block, blocks(tokens, block, spec.window) * block
-    return beams * one_layer * ((spec.layers - windowed) * full + windowed * near)
+    kept = sum(
+        cache.count * layer_token_bytes(spec, cache, form) * blocks(tokens, block, cache.window) * block
+        for cache in spec.caches
+    )
+    return beams * (kept + state_bytes(spec))
 
 
 def shared_beams(prompt: int, new: int, beams: int, block: int) -> int:
@@ -169,7 +211,7 @@ class Setting:
     """What a ledger is asked for.
 
     Attributes:
-        spec, windowed: the model's shape, and how many of its layers have its sliding window.
+        spec: the model's shape.
         parameters: number of weights.
         memory: of the card, in bytes.
         context: tokens of a request, prompt and answer together.
@@ -185,7 +227,6 @@ class Setting:
     memory: int
     context: int
     batch: int = 1
-    windowed: int = 0
     form: str = "bfloat16"
     weight_form: str = "bfloat16"
     beams: int = 1
@@ -205,7 +246,10 @@ class Ledger:
     """What fits. All in bytes, but for `requests` and `longest`.
 
     Attributes:
-        token, request, kv: K/V of a token, of a request of the setting's length, of the whole batch.
+        token: K/V of one token, in all layers that hold it.
+        grows: what one more token adds once every window is full.
+        state: of one request's states, which do not grow.
+        request, kv: what a request of the setting's length keeps, and the whole batch.
         weights: of the model.
         limit: what may be used of the card, `memory · watermark`.
         room: what is left of it for K/V; below 0 the weights alone do not fit.
@@ -215,6 +259,8 @@ class Ledger:
     """
 
     token: int
+    grows: int
+    state: int
     request: int
     kv: int
     weights: int
@@ -235,7 +281,7 @@ def ledger(setting: Setting) -> Ledger:
     s = setting
 
     def request(tokens: int) -> int:
-        return request_bytes(s.spec, tokens, form=s.form, beams=s.beams, block=s.block, windowed=s.windowed)
+        return request_bytes(s.spec, tokens, form=s.form, beams=s.beams, block=s.block)
 
     weights = stored_bytes(s.parameters, s.weight_form)
     limit = int(s.memory * s.watermark)
@@ -243,6 +289,8 @@ def ledger(setting: Setting) -> Ledger:
     one = request(s.context)
     return Ledger(
         token=token_bytes(s.spec, s.form),
+        grows=growth_bytes(s.spec, s.form),
+        state=s.beams * state_bytes(s.spec),
         request=one,
         kv=s.batch * one,
         weights=weights,

@@ -159,12 +159,14 @@ class ByHand:
         self._owners: dict[Hashable, Hashable] = {}
         self._clock = 0
 
-    def allocate(self, seq: Hashable, tokens: Iterable[int], *, owner=None, salt=None, adapter=None) -> Allocation:
-        """As `BlockManager.allocate`, without salt and adapter."""
+    def allocate(
+        self, seq: Hashable, tokens: Iterable[int], *, owner=None, salt=None, adapter=None, lookup=True, publish=True
+    ) -> Allocation:
+        """As `BlockManager.allocate`, without salt and adapter, and what is committed is always findable."""
         tokens = list(tokens)
         if seq in self._tokens:
             raise ValueError(f"sequence {seq!r} exists already; free it first or choose another name")
-        hits = self._find(tokens)
+        hits = self._find(tokens) if lookup else []
         self._allocate(self.pool, seq, len(tokens), tuple(hits))
         self._tokens[seq], self._written[seq] = tokens, len(hits) * self.block_size
         self._owners[seq] = seq if owner is None else owner

@@ -41,7 +41,7 @@ def epsilons(run: Run) -> dict[str, float]:
 
 
 def judged(run: Run, *, replay: bool = True) -> list[dict]:
-    """Every run of the odd prompts with its verdict. `replay`: low-precision runs called noise are replayed in fp32.
+    """Every run of the odd prompts with its verdict. `replay`: low-precision runs in which no fault was found are replayed in fp32.
 
     `ended_before`: a token flipped, which ends the comparison, before the step at which the fault acts in fp32.
     """
@@ -78,7 +78,7 @@ def judged(run: Run, *, replay: bool = True) -> list[dict]:
 
 
 def confusion(run: Run) -> list[dict]:
-    """One row per dtype and arm: runs judged, accused without and with the fp32 replay, with intervals, families right."""
+    """One row per dtype and arm: runs judged, accused or unclear, without and with the fp32 replay; intervals, families right."""
     first, second = judged(run, replay=False), judged(run)
     rows = []
     for dtype, arms in run.data["arms"].items():
@@ -94,6 +94,8 @@ def confusion(run: Run) -> list[dict]:
                     "runs": len(plain),
                     "accused": sum(v["accused"] for v in plain),
                     "accused_after_replay": len(caught),
+                    "unclear": sum(v["kind"] == "unclear" for v in plain),
+                    "unclear_after_replay": sum(v["kind"] == "unclear" for v in replayed),
                     "interval": wilson(len(caught), len(replayed)),
                     "flips": sum(v["flip"] for v in plain),
                     "delta_max": max(v["delta"] for v in plain),
@@ -106,7 +108,7 @@ def confusion(run: Run) -> list[dict]:
 
 
 def totals(run: Run) -> dict[str, dict]:
-    """Per dtype: healthy runs accused and sick runs caught, before and after the replay, with intervals."""
+    """Per dtype: healthy runs accused and sick runs caught, and those left unclear, before and after the replay, with intervals."""
     out = {}
     table = confusion(run)
     for dtype in run.data["arms"]:
@@ -115,7 +117,7 @@ def totals(run: Run) -> dict[str, dict]:
         for kind, sick in (("healthy", False), ("sick", True)):
             chosen = [row for row in rows if row["sick"] == sick]
             runs = sum(row["runs"] for row in chosen)
-            for key in ("accused", "accused_after_replay"):
+            for key in ("accused", "accused_after_replay", "unclear", "unclear_after_replay"):
                 hits = sum(row[key] for row in chosen)
                 out[dtype][f"{kind}_{key}"] = {"hits": hits, "runs": runs, "interval": wilson(hits, runs)}
         caught = [row for row in rows if row["sick"]]

@@ -323,6 +323,14 @@ def small_model(config: dict) -> Any:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).eval()
 
 
+def narrower(spec: ModelSpec) -> ModelSpec:
+    """The spec with windows of one token less: what Transformers keeps, since the token being computed brings its own."""
+    if spec.window is None:
+        return spec
+    mixed = tuple(replace(cache, window=cache.window and cache.window - 1) for cache in spec.mixed)
+    return replace(spec, window=spec.window - 1, mixed=mixed)
+
+
 def shapes(tokens: int = 33) -> list[dict]:
     """DynamicCache and StaticCache on every small model, after a prefill of `tokens` − 1 and one step."""
     from transformers import DynamicCache, StaticCache
@@ -331,10 +339,8 @@ def shapes(tokens: int = 33) -> list[dict]:
     for name, config in SMALL.items():
         model = small_model(config)
         spec = ModelSpec.from_config(model.config, "float32", name)
-        windowed = ledger.windowed_layers(model.config)
         ids = token_ids(spec, 2, tokens)
-        # Transformers keeps window − 1 tokens: the token being computed brings its own. A static cache has room for all of it.
-        near = replace(spec, window=spec.window - 1) if spec.window else spec
+        near = narrower(spec)  # a static cache has room for the whole window
         for cache, shape, length in (
             (DynamicCache(config=model.config), near, tokens),
             (StaticCache(config=model.config, max_cache_len=SLOTS), spec, SLOTS),
@@ -342,9 +348,9 @@ def shapes(tokens: int = 33) -> list[dict]:
             fill(model, ids[:, :-1], cache)
             after_prefill = held_bytes(cache)
             fill(model, ids[:, -1:], cache)
-            predicted = 2 * request_bytes(shape, length, windowed=windowed)
+            predicted = 2 * request_bytes(shape, length)
             row = row_of(type(cache).__name__, spec, predicted, cache_bytes(cache), shape=name, rows=2, tokens=tokens)
-            row |= {"heads": spec.heads, "kv_heads": spec.kv_heads, "window": spec.window, "windowed": windowed}
+            row |= {"heads": spec.heads, "kv_heads": spec.kv_heads, "window": spec.window, "windowed": spec.windowed}
             row |= {"held": held_bytes(cache), "held_after_prefill": after_prefill}
             out.append(row)
     return out
@@ -356,8 +362,8 @@ def latent(tokens: int = 33) -> dict:
 
     model = small_model(SMALL_MLA)
     config = model.config
-    cache = fill(model, token_ids(ModelSpec("", 1, 1, 1, 1, "float32", "rope", 1, 97), 2, tokens), DynamicCache(config=config))
-    size = (config.num_hidden_layers, config.kv_lora_rank, config.qk_rope_head_dim)
+    spec = ModelSpec.from_config(config, "float32", "MLA")
+    cache = fill(model, token_ids(spec, 2, tokens), DynamicCache(config=config))
     expanded = 2 * tokens * config.num_hidden_layers * config.num_attention_heads * (8 + 4 + 8) * 4
     return {
         "cache": "DynamicCache",
@@ -365,7 +371,7 @@ def latent(tokens: int = 33) -> dict:
         "shape": "MLA",
         "rows": 2,
         "tokens": tokens,
-        "predicted": 2 * tokens * ledger.latent_token_bytes(*size, "float32"),
+        "predicted": 2 * request_bytes(spec, tokens),
         "measured": cache_bytes(cache),
         "expanded": expanded,
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvlab.faults import Fault, add
 
 
-def _query_heads(spec) -> int:
+def _query_heads(spec, cache=None) -> int:
     return spec.heads
 
 

@@ -1,4 +1,5 @@
-"""Faults of where a token stands that lab 4's grid adds: counted from the wrong end, over pads, or in too few bits."""
+"""Faults of where a token stands that lab 4 adds: counted from the wrong end, over pads, in too few bits, or turned by the angles
+of another request's length."""
 
 from __future__ import annotations
 
@@ -23,6 +24,24 @@ def _columns(history: torch.Tensor) -> torch.Tensor:
 def _in_bf16(history: torch.Tensor) -> torch.Tensor:
     """Counted in bf16, which has 8 bits: from 256 on not every whole number can be written."""
     return history.to(torch.bfloat16).long()[:, None]
+
+
+def _always(spec) -> bool:
+    """Whatever the model's angles depend on."""
+    return True
+
+
+@torch.no_grad()
+def _never_back(self, x, position_ids):
+    """The angles grow with a request beyond the trained length; the length they have grown to is not kept, so nothing sets them back."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    length = position_ids.max() + 1
+    if self.rope_type == "dynamic" and length > self.max_seq_len_cached:
+        self.inv_freq, self.attention_scaling = ROPE_INIT_FUNCTIONS["dynamic"](self.config, x.device, seq_len=length)
+    angles = position_ids[..., None].float() * self.inv_freq.to(x.device)
+    angles = torch.cat((angles, angles), dim=-1)
+    return (angles.cos() * self.attention_scaling).to(x.dtype), (angles.sin() * self.attention_scaling).to(x.dtype)
 
 
 add(
@@ -65,5 +84,33 @@ add(
         fix="Positions are whole numbers: keep them in an integer type, and compute angles from them in fp32.",
         cases=("EleutherAI/gpt-neox#1003", "huggingface/diffusers#13920", "huggingface/transformers#25681"),
         claims=("A11",),
+    )
+)
+add(
+    Fault(
+        name="prefix-of-another-length",
+        breaks="kvlab.runtime.paged:may_share",
+        broken=_always,
+        symptom="With RoPE that is scaled by length a short request is right alone, and wrong behind a long one with the same beginning.",
+        mechanism="Beyond the trained length a forward turns all its tokens by the angles of its longest row. Their keys fit no shorter request.",
+        family="foreign state",
+        detector="Logits from the first token on. The log sees nothing: tokens and positions are right, the angles are not.",
+        fix="Share no prefix under such a rope_type (dynamic, longrope), or fix one set of angles for every length.",
+        cases=("huggingface/transformers#25104", "vllm-project/vllm#27431", "trymirai/uzu#604"),
+        claims=("B3",),
+    )
+)
+add(
+    Fault(
+        name="angles-not-set-back",
+        breaks="transformers.models.llama.modeling_llama:LlamaRotaryEmbedding.forward",
+        broken=_never_back,
+        symptom="After one long request every short one is off, on a new cache too; a restart mends it.",
+        mechanism="Dynamic RoPE stretches its angles for a request beyond the trained length and never sets them back.",
+        family="position",
+        detector="Logits of one short request before and after a long one. The log sees nothing, and no cache is shared.",
+        fix="Compute the angles from each request's own length, or set them back when a request is within the trained length.",
+        cases=("huggingface/transformers#46624", "huggingface/transformers#27227"),
+        claims=("A5", "A10"),
     )
 )

@@ -154,9 +154,9 @@ def _history_only(is_token: torch.Tensor) -> torch.Tensor:
     return is_token[:, :-1].long() if is_token.shape[1] > 1 else is_token.long()
 
 
-def _minus_infinity(mask, begin, slots, beyond, dtype):
+def _minus_infinity(mask, begin, slots, beyond, dtype, window=None):
     """-inf where nothing may be seen, in place of the least finite number."""
-    right = _buffer_mask(mask, begin, slots, beyond, dtype)
+    right = _buffer_mask(mask, begin, slots, beyond, dtype, window)
     return right.masked_fill(right < 0, float("-inf"))
 
 

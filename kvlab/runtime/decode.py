@@ -9,11 +9,13 @@ name, so that a fault of the zoo can replace exactly one of them and nothing els
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from transformers import Cache, DynamicCache, StaticCache
+from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer, get_layer_types_and_kwargs
 
 from kvlab.compare import Step
 from kvlab.runtime.models import Loaded
@@ -96,12 +98,14 @@ def greedy(
     """Prefill `prompts` (rows of token ids) and decode `new_tokens` greedily; one :class:`Trace` a row.
 
     cache      None: a fresh DynamicCache. A cache that is handed in is :func:`reset` first, then filled. A StaticCache is
-               used as a server uses a buffer: what may be seen is said by a length, not by what the slots contain.
+               used as a server uses a buffer: what may be seen is said by a length, not by what the slots contain. Make it
+               with :func:`static_cache`: where the model has windows, every layer has to keep all slots.
     use_cache  False: every step computes the whole history again, the control experiment of claim A24.
     chunk      prefill in pieces of this many tokens.
 
     Generation does not stop at an end-of-text token: every run of an experiment has the same number of steps.
-    Raises ValueError for an empty prompt, `new_tokens` or `chunk` below 1, or a cache together with `use_cache=False`.
+    Raises ValueError for an empty prompt, `new_tokens` or `chunk` below 1, a cache together with `use_cache=False`, or a
+    StaticCache with too few slots.
     """
     if not prompts or not all(len(row) for row in prompts):
         raise ValueError("prompts: every row needs at least one token id")
@@ -120,9 +124,8 @@ def greedy(
     static = isinstance(cache, StaticCache)
     if static:
         high_water = max(high_water, getattr(cache, "high_water", 0))
-        slots = cache.layers[0].max_cache_len
-        if held + ids.shape[1] + new_tokens - 1 > slots:
-            raise ValueError(f"cache: {slots} slots are too few for {ids.shape[1]} prompt and {new_tokens} new tokens")
+        slots = _slots(cache, held + ids.shape[1], new_tokens)
+        seen_by = windows(loaded)
 
     rows = len(prompts)
     traces = [Trace(list(prompt)) for prompt in prompts]
@@ -135,20 +138,22 @@ def greedy(
         if not use_cache:
             start, fed_positions = 0, positions(is_token, 0)
         for begin, end in pieces(start, is_token.shape[1], chunk if step == 0 else None):
-            mask = attention_mask(is_token[:, :end])
+            mask = fed_mask = attention_mask(is_token[:, :end])
             beyond = 0
             if static:
                 beyond = max(0, valid_length(end, high_water) - end) if end - begin == 1 else 0
-                mask = buffer_mask(mask, begin, slots, beyond, loaded.model.dtype)
-            window = slice(begin - held, end - held)
-            logits = forward(loaded, ids[:, window], mask, fed_positions[:, window], cache if use_cache else None)
+                see = functools.partial(buffer_mask, mask, begin, slots, beyond, loaded.model.dtype)
+                masks = {kind: see(window) for kind, window in seen_by.items()}
+                fed_mask = masks if len(masks) > 1 else next(iter(masks.values()))
+                mask = see()[:, 0, -1] == 0
+            fed = slice(begin - held, end - held)
+            logits = forward(loaded, ids[:, fed], fed_mask, fed_positions[:, fed], cache if use_cache else None)
         start = end
         logits_of_step.append(logits.float().cpu())
         chosen = logits_of_step[-1].argmax(-1)
         for row, trace in enumerate(traces):
             own = int(is_token[row].sum()) - held
-            visible = int(mask[row].sum()) if not static else int((mask[row, 0, -1] == 0).sum())
-            trace.steps.append(Step(own, int(fed_positions[row, -1]), visible, beyond, held))
+            trace.steps.append(Step(own, int(fed_positions[row, -1]), int(mask[row].sum()), beyond, held))
             trace.tokens.append(int(chosen[row]))
         ids = torch.cat([ids, chosen[:, None].to(device)], dim=1)
         is_token = torch.cat([is_token, is_token.new_ones(rows, 1)], dim=1)
@@ -167,23 +172,60 @@ def pieces(start: int, end: int, chunk: int | None) -> list[tuple[int, int]]:
     return [(at, min(at + size, end)) for at in range(start, end, size)]
 
 
-def buffer_mask(mask: torch.Tensor, begin: int, slots: int, beyond: int, dtype: torch.dtype) -> torch.Tensor:
+def buffer_mask(
+    mask: torch.Tensor, begin: int, slots: int, beyond: int, dtype: torch.dtype, window: int | None = None
+) -> torch.Tensor:
     """The additive mask of a static buffer, `[batch, 1, query, slots]`: 0 where a query may look, the dtype's least elsewhere.
 
     `mask` is `[batch, written]`; queries fill slots `begin..written`. `beyond` more slots are open to a single query: 0 when
-    the buffer's length is right.
+    the buffer's length is right. With a `window` a query sees its own slot and `window` − 1 before it.
     """
     rows, written = mask.shape
     queries = torch.arange(begin, written, device=mask.device)
     slot = torch.arange(slots, device=mask.device)
-    may_see = (slot[None, :] <= queries[:, None]).expand(rows, -1, -1).clone()
+    may_see = slot[None, :] <= queries[:, None]
+    if window is not None:
+        may_see &= slot[None, :] > queries[:, None] - window
+    may_see = may_see.expand(rows, -1, -1).clone()
     may_see[:, :, :written] &= mask[:, None, :].bool()
     may_see[:, :, written : written + beyond] = True
     return torch.where(may_see, 0.0, torch.finfo(dtype).min).to(dtype)[:, None]
 
 
+def windows(loaded: Loaded) -> dict[str, int | None]:
+    """The kinds of layers a model has, by Transformers' name, and how many tokens each sees; None: all.
+
+    Raises ValueError where a layer sees by another rule than a sliding window, or two of a kind have different windows.
+    """
+    kinds, options = get_layer_types_and_kwargs(loaded.model.config.get_text_config(decoder=True))
+    found: dict[str, int | None] = {}
+    for kind, given in zip(kinds, options):
+        window = given.get("sliding_window")
+        if (given and kind != "sliding_attention") or found.setdefault(kind, window) != window:
+            raise ValueError(f"cache: a static buffer has no mask for layers of type {kind!r} ({given}); leave out the cache")
+    return found
+
+
+def _slots(cache: StaticCache, prompt: int, new_tokens: int) -> int:
+    """How many tokens the buffer keeps, or ValueError when it is too few. The last new token is never stored."""
+    sizes = {layer.max_cache_len for layer in cache.layers}
+    slots, need = min(sizes), prompt + new_tokens - 1
+    if any(cache.is_sliding) and (need > slots or len(sizes) > 1):
+        raise ValueError(
+            f"cache: its layers with a sliding window keep {slots} slots, and the request needs {need} in every layer; make "
+            f"the buffer with static_cache(loaded, {max(need, *sizes)})"
+        )
+    if need > slots:
+        raise ValueError(f"cache: {slots} slots are too few for {prompt} prompt and {new_tokens} new tokens")
+    return slots
+
+
 def forward(
-    loaded: Loaded, ids: torch.Tensor, mask: torch.Tensor, position_ids: torch.Tensor, cache: Cache | None
+    loaded: Loaded,
+    ids: torch.Tensor,
+    mask: torch.Tensor | dict[str, torch.Tensor],
+    position_ids: torch.Tensor,
+    cache: Cache | None,
 ) -> torch.Tensor:
     """Logits of the last column, `[batch, vocab]`; the cache, if any, takes up the new keys and values."""
     out = loaded.model(
@@ -224,8 +266,14 @@ def by_generate(loaded: Loaded, ids: torch.Tensor, new_tokens: int, mask: torch.
 
 
 def static_cache(loaded: Loaded, slots: int) -> StaticCache:
-    """A buffer of `slots` tokens a row, allocated once and meant to be used again."""
-    return StaticCache(config=loaded.model.config, max_cache_len=slots)
+    """A buffer of `slots` tokens a row, allocated once and meant to be used again.
+
+    Transformers' own keeps a window's worth of slots in layers with a sliding window, and moves tokens about in them. Here
+    every layer keeps all, and the window is in the mask (:func:`buffer_mask`): a slot is a token's for as long as it lives.
+    """
+    cache = StaticCache(config=loaded.model.config, max_cache_len=slots)
+    cache.layers = [StaticLayer(slots) if type(layer) is StaticSlidingWindowLayer else layer for layer in cache.layers]
+    return cache
 
 
 @contextlib.contextmanager

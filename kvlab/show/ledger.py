@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import plotly.graph_objects as go
 
 from kvlab.core import ledger
-from kvlab.core.cards import CARDS, DEEPSEEK_V3, MODELS, PublicModel
+from kvlab.core.cards import CARDS, MODELS, PublicModel
 from kvlab.core.ledger import GB, GIB, MIB, Setting, human
+from kvlab.core.spec import ModelSpec
 from kvlab.faults import fault
 from kvlab.record import Run
 from kvlab.show.theme import FREE, HEALTHY, MUTED, OWNERS, SHARED, SICK, apply
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 MODEL, CARD, CONTEXT, BATCH = "Llama 3.1 8B", "RTX 4090 24 GB", 8192, 4  # what the calculator opens with
 CACHES = {"DynamicCache": OWNERS["A"], "StaticCache": OWNERS["C"], "pool, in use": OWNERS["D"], "pool": OWNERS["B"]}
+MIXED = ("Gemma 3 27B", "gpt-oss-120b", "MiMo-V2-Flash", "Jamba v0.1", "Qwen3-Next 80B", "DeepSeek-V3")
 KINDS = {"MHA": OWNERS["B"], "GQA": OWNERS["A"], "MQA": OWNERS["D"], "MLA": OWNERS["C"]}
 
 
@@ -28,7 +30,7 @@ def setting(
     model: PublicModel, memory: int, context: int = CONTEXT, batch: int = BATCH, *, form: str = "bfloat16", **more: Any
 ) -> Setting:
     """A public model on a card of `memory` bytes; `more` as for `kvlab.core.ledger.Setting`."""
-    return Setting(model.spec, model.parameters, memory, context, batch, windowed=model.windowed, form=form, **more)
+    return Setting(model.spec, model.parameters, memory, context, batch, form=form, **more)
 
 
 # ---- the recorded run ---------------------------------------------------------------------------------------------------
@@ -205,9 +207,18 @@ def models() -> go.Figure:
     """Bytes of a token's K and V in 16 bits, for the public models; the pale bar is what as many K/V heads as query heads would take."""
     order = sorted(MODELS.values(), key=lambda model: ledger.token_bytes(model.spec), reverse=True)
     names = [model.name for model in order]
-    full = [ledger.token_bytes(replace(model.spec, kv_heads=model.spec.heads)) / 1024 for model in order]
+    grouped = [model for model in order if model.kind != "MLA"]
+    with fault("query-heads-counted"):
+        full = [ledger.token_bytes(model.spec) / 1024 for model in grouped]
     fig = go.Figure()
-    fig.add_bar(y=names, x=full, orientation="h", name="if every query head kept its own", marker_color=FREE, hoverinfo="skip")
+    fig.add_bar(
+        y=[model.name for model in grouped],
+        x=full,
+        orientation="h",
+        name="if every query head kept its own",
+        marker_color=FREE,
+        hoverinfo="skip",
+    )
     for kind in ("MHA", "GQA", "MQA"):
         chosen = [model for model in order if model.kind == kind]
         fig.add_bar(
@@ -219,10 +230,10 @@ def models() -> go.Figure:
             customdata=[[model.spec.kv_heads, model.spec.heads] for model in chosen],
             hovertemplate="%{y}: %{x:.0f} KiB a token, %{customdata[0]} of %{customdata[1]} heads<extra></extra>",
         )
-    latent = ledger.latent_token_bytes(DEEPSEEK_V3["layers"], DEEPSEEK_V3["rank"], DEEPSEEK_V3["rope_dim"], "bfloat16") / 1024
+    latent = [model for model in order if model.kind == "MLA"]
     fig.add_bar(
-        y=["DeepSeek-V3"],
-        x=[latent],
+        y=[model.name for model in latent],
+        x=[ledger.token_bytes(model.spec) / 1024 for model in latent],
         orientation="h",
         name="MLA",
         marker_color=KINDS["MLA"],
@@ -230,27 +241,41 @@ def models() -> go.Figure:
     )
     fig.update_layout(barmode="overlay")
     fig.update_xaxes(type="log", title="KiB of K and V for one token, 16 bits", tickvals=[8, 32, 128, 512, 2048, 8192])
-    fig.update_yaxes(categoryorder="array", categoryarray=names + ["DeepSeek-V3"])
+    fig.update_yaxes(categoryorder="array", categoryarray=names)
     return apply(
         fig,
-        height=560,
-        alt=f"Bars of the K/V bytes of one token for {len(order) + 1} public models on a logarithmic axis, coloured by how heads are shared. "
+        height=620,
+        alt=f"Bars of the K/V bytes of one token for {len(order)} public models on a logarithmic axis, coloured by how heads are shared. "
         f"They span a factor of {ledger.token_bytes(order[0].spec) / ledger.token_bytes(order[-1].spec):.0f} and do not follow the number of weights.",
     )
 
 
 def models_table() -> str:
-    """Markdown: the public models' shapes, what a token takes, and the source of each."""
+    """Markdown: the public models' shapes, what a token takes, what grows and what does not, and the source of each."""
     lines = [
-        "| model | weights | layers | K/V heads of query heads | head_dim | window | supports | K/V a token, 16 bits | source |",
-        "|---|---:|---:|---|---:|---|---:|---:|---|",
+        "| model | weights | what its layers keep, 16 bits | supports | a token | of it stays | state | source |",
+        "|---|---:|---|---:|---:|---:|---:|---|",
     ]
     for model in MODELS.values():
         s = model.spec
-        window = f"{s.window:,} in {model.windowed}" if s.window else ""
-        size = human(ledger.token_bytes(s))
-        cells = (model.name, _billions(model.parameters), s.layers, f"{s.kv_heads} of {s.heads} ({model.kind})", s.head_dim)
-        lines.append(_line(*cells, window, f"{s.max_context:,}", size, model.source))
+        token, grows, state = ledger.token_bytes(s), ledger.growth_bytes(s), ledger.state_bytes(s)
+        kinds = "; ".join(ledger.layer_lines(s)) + f" ({model.kind}, {s.heads} query heads)"
+        cells = (model.name, _billions(model.parameters), kinds, f"{s.max_context:,}", human(token), human(grows))
+        lines.append(_line(*cells, human(state) if state else "", model.source))
+    return "\n".join(lines)
+
+
+def kinds_table(names: tuple[str, ...] = MIXED) -> str:
+    """Markdown: public models whose layers differ, kind by kind, with what grows and what does not."""
+    lines = [
+        "| model | its layers, 16 bits | a token | of it stays | state | 100,000 tokens |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    for spec in (MODELS[name].spec for name in names):
+        state = ledger.state_bytes(spec)
+        sizes = human(ledger.token_bytes(spec)), human(ledger.growth_bytes(spec)), human(state) if state else ""
+        kinds = "; ".join(ledger.layer_lines(spec))
+        lines.append(_line(spec.name, kinds, *sizes, human(ledger.request_bytes(spec, 100_000))))
     return "\n".join(lines)
 
 
@@ -304,17 +329,27 @@ def stack(setting: Setting, batches: tuple[int, ...] = (1, 2, 4, 8, 16)) -> go.F
 # ---- the calculator -----------------------------------------------------------------------------------------------------
 
 
+def page_spec(spec: ModelSpec) -> dict[str, Any]:
+    """A shape as the page's script takes it: its layers by kind, a state in bytes."""
+    return {
+        **{key: getattr(spec, key) for key in ("name", "layers", "heads", "kv_heads", "head_dim", "max_context")},
+        "caches": [
+            {
+                **{
+                    key: getattr(cache, key)
+                    for key in ("kind", "count", "heads", "key_dim", "value_dim", "shared", "window", "why")
+                },
+                "state": ledger.layer_state_bytes(spec, cache),
+            }
+            for cache in spec.caches
+        ],
+    }
+
+
 def calculator_data() -> dict[str, Any]:
     """What the page's calculator knows: models, cards and formats, as plain values."""
     return {
-        "models": {
-            model.name: {
-                key: getattr(model.spec, key)
-                for key in ("name", "layers", "heads", "kv_heads", "head_dim", "window", "max_context")
-            }
-            | {"windowed": model.windowed, "parameters": model.parameters}
-            for model in MODELS.values()
-        },
+        "models": {model.name: page_spec(model.spec) | {"parameters": model.parameters} for model in MODELS.values()},
         "cards": {card.name: {"memory": card.memory} for card in CARDS.values()},
         "formats": {name: asdict(form) for name, form in ledger.FORMATS.items()},
     }
@@ -326,7 +361,10 @@ def calculator() -> str:
     found = ledger.ledger(start)
     data = json.dumps(calculator_data(), ensure_ascii=False, separators=(",", ":")).replace("</", "<\\/")
     numbers = {
+        "layers": ("", "Layers", "; ".join(ledger.layer_lines(start.spec, start.form))),
         "token": ("", "K/V of a token", f"{found.token:,} bytes"),
+        "grows": ("", "of it stays beyond the windows", f"{found.grows:,} bytes"),
+        "state": ("", "State of a request", human(found.state)),
         "request": ("", "of a request", f"{human(found.request)} ({found.request:,} bytes)"),
         "weights": ("weights", "Weights", human(found.weights)),
         "activations": ("activations", "Activations", human(start.activations)),
@@ -462,9 +500,10 @@ def facts(run: Run) -> dict[str, str]:
     one = data["growth"]["DynamicCache"]
     gqa = [m.spec.heads // m.spec.kv_heads for m in MODELS.values() if m.kind == "GQA"]
     mqa = [m.spec.heads for m in MODELS.values() if m.kind == "MQA"]
-    deepseek = ledger.latent_token_bytes(*(DEEPSEEK_V3[k] for k in ("layers", "rank", "rope_dim")), "bfloat16")
+    deepseek, jamba = MODELS["DeepSeek-V3"].spec, MODELS["Jamba v0.1"].spec
     gemma = MODELS["Gemma 3 27B"]
-    long = ledger.request_bytes(gemma.spec, gemma.spec.max_context, windowed=gemma.windowed)
+    long = ledger.request_bytes(gemma.spec, gemma.spec.max_context)
+    unwindowed = replace(gemma.spec, window=None, mixed=())
     checked = data["caches"] + data["grid"] + data["decoding"] + data["packed"] + [forked]
     return {
         "layers": str(spec["layers"]),
@@ -494,8 +533,10 @@ def facts(run: Run) -> dict[str, str]:
         "mqa_least": str(min(mqa)),
         "mqa_most": str(max(mqa)),
         "models": str(len(MODELS)),
-        "deepseek": human(deepseek),
-        "deepseek_heads": str(DEEPSEEK_V3["heads"]),
+        "deepseek": human(ledger.token_bytes(deepseek)),
+        "deepseek_heads": str(deepseek.heads),
+        "jamba_layers": str(jamba.layers),
+        "jamba_state": str(sum(cache.count for cache in jamba.caches if cache.kind == "state")),
         "latent_saves": f"{latent['expanded'] / latent['measured']:.0f}",
         "window": str(window["window"]),
         "window_kept": str(window["window"] - 1),
@@ -503,7 +544,7 @@ def facts(run: Run) -> dict[str, str]:
         "falcon": f"{falcon['measured'] // falcon['predicted']}",
         "gemma_tokens": f"{gemma.spec.max_context:,}",
         "gemma_long": human(long),
-        "gemma_long_full": human(ledger.request_bytes(gemma.spec, gemma.spec.max_context, windowed=0)),
+        "gemma_long_full": human(ledger.request_bytes(unwindowed, gemma.spec.max_context)),
         "prompt": str(run.manifest.settings["prompt"]),
         "new_tokens": str(run.manifest.settings["new_tokens"]),
         "beams": str(run.manifest.settings["beams"]),

@@ -229,7 +229,7 @@ def arms_table(run: Run, dtype: str = "float32") -> str:
 
 
 def confusion_table(run: Run) -> str:
-    """Markdown: of the judged half, how many runs each arm had called a fault; 16-bit runs before → after the fp32 replay.
+    """Markdown: of the judged half, how many runs were called a fault or unclear; 16-bit runs before → after the fp32 replay.
 
     Each count comes with Wilson's 95 % interval (of the last count in the cell); for sick arms, how often the family was right.
     """
@@ -245,9 +245,9 @@ def confusion_table(run: Run) -> str:
         cells = []
         for row in rows:
             low, high = row["interval"]
-            count = str(row["accused"])
+            count = _answers(row["accused"], row["unclear"])
             if row["dtype"] != "float32":
-                count += f" → {row['accused_after_replay']}"
+                count += f" → {_answers(row['accused_after_replay'], row['unclear_after_replay'])}"
             cells.append(f"{count} ({low:.0%}–{high:.0%})")
         family = ["", ""]
         if rows[0]["sick"]:
@@ -256,6 +256,10 @@ def confusion_table(run: Run) -> str:
         name = f"**{arm}**" if rows[0]["sick"] else arm
         lines.append("| " + " | ".join([name, str(rows[0]["runs"]), *cells, *family]) + " |")
     return "\n".join(lines)
+
+
+def _answers(accused: int, unclear: int) -> str:
+    return f"{accused}, {unclear} unclear" if unclear else str(accused)
 
 
 def control_table(run: Run) -> str:
@@ -342,23 +346,25 @@ def facts(run: Run) -> dict[str, str]:
 
 
 def misses(run: Run) -> str:
-    """Markdown: every kind of wrong verdict in the judged half, counted and explained."""
+    """Markdown: every kind of verdict in the judged half that is wrong or left open, counted and explained."""
     epsilon = confusion.epsilons(run)
     lines = []
     for replay, when in ((False, "before the replay"), (True, "after the replay")):
         kinds: dict[tuple, list] = {}
         for v in confusion.judged(run, replay=replay):
             if v["accused"] != v["sick"]:
-                kinds.setdefault((v["dtype"], v["arm"], v["sick"], v["ended_before"]), []).append(v)
-        for (dtype, arm, is_sick, ended), found in kinds.items():
+                kinds.setdefault((v["dtype"], v["arm"], v["sick"], v["ended_before"], v["kind"] == "unclear"), []).append(v)
+        for (dtype, arm, is_sick, ended, open_), found in kinds.items():
             deltas = sorted(v["delta"] for v in found)
             span = f"|Δlogit| {number(deltas[0])} to {number(deltas[-1])}, ε = {number(epsilon[dtype])}"
-            if ended:
+            if open_:
+                why = "they lie between ε and the second bound, and the verdict asks for the replay"
+            elif ended:
                 why = "a near-tie flipped first, by rounding, and the comparison ended before the fault acted"
             elif is_sick:
                 why = "the fault moves these runs by less than this dtype's noise may"
             else:
                 why = "rounding went further here than twice what the calibration half showed"
-            said = "missed" if is_sick else "accused"
+            said = "left unclear" if open_ else "missed" if is_sick else "accused"
             lines.append(f"- {SHORT[dtype]}, {when}: {len(found)} runs of *{arm}* {said}: {why} ({span}).".replace("|", "\\|"))
     return "\n".join(lines) or "- None: no healthy run was accused and no sick run was missed, in any dtype."

@@ -112,9 +112,8 @@ def table(run: Run) -> str:
         delta = "" if "epsilon" not in sick else "NaN" if sick["delta"] is None else f"{sick['delta']:.2g}"
         first = "" if "epsilon" not in sick else "none" if sick["first"] is None else str(sick["first"])
         caught = _heard(sick).removeprefix("caught: ")
-        named = " or ".join(sick.get("named", []))
-        right = ZOO[name].family in sick.get("named", [])
-        named = f"{named} ✓" if right else f"{named} ✗" if named else ""
+        named = sick.get("named", [])
+        named = f"{named[0]} {'✓' if named[0] == ZOO[name].family else '✗'}" if len(named) == 1 else "several" if named else ""
         quiet = "silent" if not off["caught"] else "accused"
         lines.append(f"| `{name}` | {ZOO[name].family} | {delta} | {first} | {caught} | {named} | {quiet} |")
     return "\n".join(lines)
@@ -150,8 +149,6 @@ def facts(run: Run) -> dict[str, str]:
         "logged": str(len(logged)),
         "logged_right": str(sum(judged[name]["named"] == [ZOO[name].family] for name in logged)),
         "blind": str(len(blind)),
-        "blind_open": str(sum(ZOO[name].family in judged[name]["named"] for name in blind)),
-        "blind_wrong": ", ".join(name for name in blind if ZOO[name].family not in judged[name]["named"]) or "none",
         "afar_epsilon": powers(f"{judged['angles-in-bf16']['epsilon']:.1g}"),
         "cases": str(len({case for name in outcomes for case in ZOO[name].cases})),
         "repositories": str(len({case.partition("#")[0] for name in outcomes for case in ZOO[name].cases})),

@@ -52,6 +52,22 @@ def test_it_follows_the_form(page: Page) -> None:
     expect(page.locator('[data-out="left"]')).to_have_text(ledger.human(found.room - found.kv))
 
 
+@pytest.mark.parametrize("name", ["Jamba v0.1", "Qwen3-Next 80B", "MiMo-V2-Flash", "DeepSeek-V3", "gpt-oss-120b"])
+def test_it_says_what_each_kind_of_layer_keeps(page: Page, name: str) -> None:
+    page.get_by_label("Model", exact=True).select_option(name)
+    page.get_by_label("Card", exact=True).select_option("H100 80 GB")
+    s = show.setting(MODELS[name], CARDS["H100 80 GB"].memory)
+    found = ledger.ledger(s)
+    expect(page.locator('[data-out="layers"]')).to_have_text("; ".join(ledger.layer_lines(s.spec, s.form)))
+    expect(page.locator('[data-out="grows"]')).to_have_text(f"{found.grows:,} bytes")
+    expect(page.locator('[data-out="state"]')).to_have_text(ledger.human(found.state))
+    expect(page.locator('[data-out="request"]')).to_contain_text(f"{found.request:,} bytes")
+    page.locator(".kvl summary").click()
+    page.get_by_label("Layers", exact=True).fill("5")  # an edited shape is nobody's: all its layers are alike, and it says so
+    expect(page.locator('[data-out="layers"]')).to_contain_text("5 layers with")
+    expect(page.locator('[data-out="state"]')).to_have_text("0 B")
+
+
 def test_the_shape_can_be_broken_and_edited(page: Page) -> None:
     page.locator(".kvl summary").click()
     s = show.setting(MODELS[show.MODEL], CARDS[show.CARD].memory)

@@ -9,17 +9,26 @@
   const up = (a, b) => Math.ceil(a / b);
   const stored = (numbers, form) =>
     up(numbers * form.bits, 8) + (form.group ? Math.floor((up(numbers, form.group) * form.scale_bits) / 8) : 0);
-  const kvHeads = (spec, broken) => (broken ? spec.heads : spec.kv_heads);
-  const tokenBytes = (spec, form, broken) => 2 * spec.layers * kvHeads(spec, broken) * stored(spec.head_dim, form);
+  // a shape's `caches` are its layers by kind; what keeps no tokens has no heads, and `state` is bytes
+  const keepsTokens = (cache) => cache.kind === "full" || cache.kind === "window";
+  const kvHeads = (spec, cache, broken) => (broken ? spec.heads : cache.heads);
+  const sum = (caches, size) => caches.reduce((total, cache) => total + cache.count * size(cache), 0);
+  const layerToken = (spec, cache, form, broken) =>
+    keepsTokens(cache)
+      ? kvHeads(spec, cache, broken) * (stored(cache.key_dim, form) + stored(cache.value_dim, form)) + stored(cache.shared, form)
+      : 0;
+  const tokenBytes = (spec, form, broken) => sum(spec.caches, (cache) => layerToken(spec, cache, form, broken));
+  const growthBytes = (spec, form, broken) =>
+    sum(spec.caches, (cache) => (cache.kind === "full" ? layerToken(spec, cache, form, broken) : 0));
+  const stateBytes = (spec) => sum(spec.caches, (cache) => cache.state);
   const blocks = (tokens, block, window) => {
     const whole = up(tokens, block);
     return window === null ? whole : Math.min(whole, up(window - 1, block) + 1);
   };
 
-  function requestBytes(spec, tokens, { form, beams, block, windowed, broken }) {
-    const full = blocks(tokens, block, null) * block;
-    const near = blocks(tokens, block, spec.window) * block;
-    return beams * tokenBytes({ ...spec, layers: 1 }, form, broken) * ((spec.layers - windowed) * full + windowed * near);
+  function requestBytes(spec, tokens, { form, beams, block, broken }) {
+    const kept = (cache) => layerToken(spec, cache, form, broken) * blocks(tokens, block, cache.window) * block;
+    return beams * (sum(spec.caches, kept) + stateBytes(spec));
   }
 
   function longest(room, request, most) {
@@ -40,6 +49,8 @@
     const one = request(s.context);
     return {
       token: tokenBytes(s.spec, s.form, s.broken),
+      grows: growthBytes(s.spec, s.form, s.broken),
+      state: s.beams * stateBytes(s.spec),
       request: one,
       kv: s.batch * one,
       weights,
@@ -77,8 +88,26 @@
     return `${sign}${whole} B`;
   }
 
+  function layerLines(spec, form, broken) {
+    return spec.caches.map((cache) => {
+      const many = `${cache.count} layer${cache.count === 1 ? "" : "s"}`;
+      if (cache.kind === "none") {
+        return `${many} keep${cache.count === 1 ? "s" : ""} nothing of the text` + (cache.why ? ` (${cache.why})` : "");
+      }
+      if (cache.kind === "state") return `${many} with a state: ${human(cache.state)} each, whatever the length`;
+      const more = cache.shared ? ` and an index key of ${cache.shared}` : "";
+      const dim = cache.key_dim === cache.value_dim ? `${cache.key_dim}` : `${cache.key_dim} (K) and ${cache.value_dim} (V)`;
+      const widths =
+        cache.why === "kv_lora_rank"
+          ? `a latent of ${cache.key_dim} + ${cache.value_dim} numbers${more}`
+          : `${cache.heads} K/V head${cache.heads === 1 ? "" : "s"} of ${dim}${more}`;
+      const cap = cache.kind === "window" ? `, of the last ${count(cache.window)} tokens` : "";
+      return `${many} with ${widths}: ${count(layerToken(spec, cache, form, broken))} bytes a token each${cap}`;
+    });
+  }
+
   if (typeof module === "object" && module.exports) {
-    module.exports = { ledger, sentence, human, stored, blocks };
+    module.exports = { ledger, sentence, human, stored, blocks, layerLines };
     return;
   }
 
@@ -115,6 +144,12 @@
       field("memory").value = String(Math.round((data.cards[field("card").value].memory / GIB) * 1000) / 1000);
     }
 
+    // every layer keeps keys and values of one shape
+    const uniform = (shape) => ({
+      kind: "full", count: shape.layers, heads: shape.kv_heads, key_dim: shape.head_dim, value_dim: shape.head_dim,
+      shared: 0, window: null, why: "", state: 0,
+    });
+
     function setting() {
       const shape = Object.fromEntries(SHAPE.map((name) => [name, read(name, { most: 1e7 })]));
       const billions = read("parameters", { whole: false, least: 0, most: 1e5 });
@@ -127,8 +162,7 @@
       const gib = read("memory", { whole: false, least: 0.1, most: 1e5 });
       const same = gib === Math.round((card.memory / GIB) * 1000) / 1000;
       return {
-        spec: known ? model() : { ...shape, name: "This shape", window: null },
-        windowed: known ? model().windowed : 0,
+        spec: known ? model() : { ...shape, name: "This shape", caches: [uniform(shape)] },
         parameters: known ? model().parameters : Math.round(billions * 1e9),
         memory: same ? card.memory : Math.round(gib * GIB),
         context: read("context", { most: 1e8 }),
@@ -177,7 +211,10 @@
         root.dataset.fits = String(found.kv <= found.room);
         root.dataset.broken = String(s.broken);
         const words = {
+          layers: layerLines(s.spec, s.form, s.broken).join("; "),
           token: `${count(found.token)} bytes`,
+          grows: `${count(found.grows)} bytes`,
+          state: human(found.state),
           request: `${human(found.request)} (${count(found.request)} bytes)`,
           kv: human(found.kv),
           weights: human(found.weights),

@@ -1,6 +1,6 @@
 """The `kvlab` command. Each command imports what it needs when it runs, so that `kvlab --help` is quick.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
+Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted; of `judge` also 3 state fault, 4 unclear.
 """
 
 import argparse
@@ -122,6 +122,16 @@ def parser() -> argparse.ArgumentParser:
     )
     share.add_argument("--model", metavar="NAME", help="whose tokenizer (default: KVLAB_MODEL)")
 
+    made = command(commands, "judge", _judge, "judge a run that another process has written: noise, unclear, or state fault")
+    made.add_argument(
+        "reference", metavar="REFERENCE", help="the plainest run: no cache, alone (kvlab/probe.py writes the files)"
+    )
+    made.add_argument(
+        "healthy", metavar="HEALTHY", nargs="*", help="runs that must not matter: in pieces, in a batch; they measure ε"
+    )
+    made.add_argument("suspect", metavar="SUSPECT", help="the run on trial")
+    made.add_argument("--json", action="store_true", help="print all that was found as JSON")
+
     zoo = commands.add_parser("zoo", help="list the faults, show one, or run them on the model", parents=[common])
     zoo = zoo.add_subparsers(title="commands", metavar="COMMAND", required=True)
     command(zoo, "list", _zoo_list, "list the faults by what a user sees")
@@ -165,7 +175,7 @@ def experiments() -> list[str]:
 
     An experiment is a module of `kvlab.experiments` with a function `run`.
     """
-    folder = Path(__file__).parent / "experiments"
+    folder = Path(kvlab.__file__).parent / "experiments"
     return sorted(path.stem for path in folder.glob("*.py") if "\ndef run(" in path.read_text(encoding="utf-8"))
 
 
@@ -274,7 +284,7 @@ def _size(folder: Path) -> str:
 
 def labs() -> dict[str, Path]:
     """Each lab's notebook by its name, as in `03-password`: of the checkout, else of the current folder."""
-    checkout = Path(__file__).resolve().parents[1] / "labs"
+    checkout = Path(kvlab.__file__).resolve().parents[1] / "labs"
     folder = checkout if checkout.is_dir() else Path("labs")
     return {path.stem: path for path in sorted(folder.glob("[0-9][0-9]-*.ipynb"))}
 
@@ -340,9 +350,9 @@ def _ledger(arguments: argparse.Namespace) -> None:
     name = arguments.model
     public = None if os.path.isdir(name) else _named(name, MODELS)
     if public:
-        spec, windowed, parameters = public.spec, public.windowed, public.parameters
+        spec, parameters = public.spec, public.parameters
     else:
-        spec, windowed, parameters = _shape_of(name, MODELS)
+        spec, parameters = _shape_of(name, MODELS)
     memory = ledger.GIB * arguments.memory if arguments.memory is not None else 1
     if arguments.card:
         card = _named(arguments.card, CARDS)
@@ -356,7 +366,6 @@ def _ledger(arguments: argparse.Namespace) -> None:
             memory=int(memory),
             context=spec.max_context if arguments.context is None else arguments.context,
             batch=arguments.batch,
-            windowed=windowed,
             form=ledger.find_format(arguments.kv).name,
             weight_form=ledger.find_format(arguments.weights).name,
             beams=arguments.beams,
@@ -368,30 +377,37 @@ def _ledger(arguments: argparse.Namespace) -> None:
     except ValueError as error:
         raise UsageError(f"{error}.", "`kvlab ledger --help` says what each number is.") from None
     has_card = arguments.card or arguments.memory is not None
-    for label, value in _ledger_rows(setting, found, bool(has_card)).items():
+    for label, value in _ledger_rows(setting, found, bool(has_card)):
         print(f"{label:22} {value}")
     if has_card:
         print(f"\n{ledger.sentence(setting, found)}")
 
 
-def _ledger_rows(s, found, has_card: bool) -> dict[str, str]:
-    """What the command prints, line by line."""
-    from kvlab.core.ledger import human
+def _ledger_rows(s, found, has_card: bool) -> list[tuple[str, str]]:
+    """What the command prints, line by line: label and value."""
+    from kvlab.core.ledger import human, layer_lines
 
-    spec, window = s.spec, f", window {s.spec.window:,} in {s.windowed} layers" if s.windowed else ""
+    spec, window = s.spec, f", window {s.spec.window:,}" if s.spec.window else ""
     beams = f", {s.beams} beams" if s.beams > 1 else ""
-    rows = {
-        "model": f"{spec.name}: {spec.layers} layers, {spec.kv_heads} K/V heads of {spec.heads}, head_dim {spec.head_dim}{window}",
-        "K and V": f"{s.form}, blocks of {s.block}{beams}",
-        "a token": f"{found.token:,} bytes",
-        f"{s.context:,} tokens": f"{human(found.request)} ({found.request:,} bytes)",
-        f"{s.batch:,} at once": human(found.kv),
-        "weights": f"{human(found.weights)}, {s.parameters:,} in {s.weight_form}",
-    }
+    shape = "" if spec.mixed else f", {spec.kv_heads} K/V heads of {spec.heads}, head_dim {spec.head_dim}{window}"
+    rows = [("model", f"{spec.name}: {spec.layers} layers{shape}")]
+    rows += [("", line) for line in (layer_lines(spec, s.form) if spec.mixed else ())]
+    rows += [("K and V", f"{s.form}, blocks of {s.block}{beams}"), ("a token", f"{found.token:,} bytes")]
+    if found.grows != found.token:
+        rows.append(("", f"{found.grows:,} bytes of it stay once it has left the windows"))
+    if found.state:
+        rows.append(("state", f"{human(found.state)} a request, whatever its length"))
+    rows += [
+        (f"{s.context:,} tokens", f"{human(found.request)} ({found.request:,} bytes)"),
+        (f"{s.batch:,} at once", human(found.kv)),
+        ("weights", f"{human(found.weights)}, {s.parameters:,} in {s.weight_form}"),
+    ]
     if has_card:
-        rows["card"] = f"{human(s.memory)}, of which {human(found.limit)} may be used ({s.watermark:.0%})"
-        rows["activations"] = human(s.activations)
-        rows["left for K/V"] = f"{human(found.room)}: {'the batch fits' if found.fits else 'the batch does not fit'}"
+        rows += [
+            ("card", f"{human(s.memory)}, of which {human(found.limit)} may be used ({s.watermark:.0%})"),
+            ("activations", human(s.activations)),
+            ("left for K/V", f"{human(found.room)}: {'the batch fits' if found.fits else 'the batch does not fit'}"),
+        ]
     return rows
 
 
@@ -409,10 +425,9 @@ def _named(wanted: str, known: dict):
 
 
 def _shape_of(source: str, public: dict):
-    """Shape, windowed layers and number of weights of a Hugging Face config."""
+    """Shape and number of weights of a Hugging Face config."""
     from transformers import AutoConfig
 
-    from kvlab.core.ledger import windowed_layers
     from kvlab.core.spec import ModelSpec
     from kvlab.experiments.ledger import parameters_of
     from kvlab.runtime import weights
@@ -422,7 +437,7 @@ def _shape_of(source: str, public: dict):
         with weights.quiet():
             config = AutoConfig.from_pretrained(source)
             spec = ModelSpec.from_config(config, "bfloat16", Path(source).name)
-            return spec, windowed_layers(config), parameters_of(config)
+            return spec, parameters_of(config)
     except Exception as error:  # whatever a library may raise over what is no config
         first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise KvlabError(f"{source!r} has no config the ledger can read: {first}.", remedy) from error
@@ -452,6 +467,15 @@ def _share(arguments: argparse.Namespace) -> None:
     print("The policy:")
     for check in checklist(first, second, arguments.block):
         print(f"  {'kept  ' if check.kept else 'BROKEN'} {check.rule}: {check.found}")
+
+
+# ---- judge ----------------------------------------------------------------------------------------------------------
+
+
+def _judge(arguments: argparse.Namespace) -> int:
+    from kvlab.cli import judge
+
+    return judge.main(arguments.reference, arguments.healthy, arguments.suspect, as_json=arguments.json)
 
 
 def _count(number: int, what: str) -> str:
@@ -548,7 +572,3 @@ def _doctor(arguments: argparse.Namespace) -> int:
     findings = doctor.examine()
     print(doctor.report(findings, line=arguments.line))
     return 0 if doctor.labs_will_run(findings) else 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

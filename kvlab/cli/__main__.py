@@ -1,0 +1,5 @@
+"""`python -m kvlab.cli`."""
+
+from kvlab.cli import main
+
+raise SystemExit(main())
