@@ -197,7 +197,7 @@ def test_a_sick_arm_alone_gives_no_verdict(tmp_path):
 
 def test_a_healthy_run_close_to_epsilon_is_noise_and_one_beyond_is_unclear(tmp_path):
     arms = {"reference": LOGITS, "healthy__float64": moved(2e-5)}
-    verdicts = [folder(tmp_path, **arms, suspect=moved(by))["verdict"] for by in (3.8e-5, 6e-5, 1.5e-4, 2e-4)]
+    verdicts = [folder(tmp_path, **arms, suspect=moved(by))["verdict"] for by in (3.8e-5, 6e-5, 7.8e-5, 9e-5)]
     assert verdicts == ["noise", "unclear", "unclear", "state fault"]
 
 
@@ -399,7 +399,7 @@ def epsilon_by_loop(healthy, floor, ceiling):
 
 def verdict_by_ratio(delta, margin, epsilon):
     size = max(delta / epsilon, 0 if margin is None else margin / (2 * epsilon))
-    return "noise" if size <= 1 else "unclear" if size <= 4 else "state fault"
+    return "noise" if size <= 1 else "unclear" if size <= 2 else "state fault"
 
 
 def begins_by_while(deltas, epsilon):
@@ -445,7 +445,8 @@ def test_wrong_answers_are_told_why(exercise, answer, says):
 
 
 def test_the_labs_rules_are_the_librarys():
-    for delta, margin in ((0.9, None), (1.1, None), (3.9, None), (4.1, None), (0.5, 1.9), (0.5, 2.1), (0.5, 7.9), (0.5, 8.1)):
+    assert checks.UNCLEAR == compare.BEYOND
+    for delta, margin in ((0.9, None), (1.1, None), (1.9, None), (2.1, None), (0.5, 1.9), (0.5, 2.1), (0.5, 3.9), (0.5, 4.1)):
         first = None if margin is None else 1
         difference = compare.Difference(first, margin, (0.0, delta), 0.0)
         assert compare.judge(difference, 1.0).kind == checks.verdict(delta, margin, 1.0)

@@ -69,7 +69,7 @@ EPSILON = Exercise(
     ),
 )
 
-UNCLEAR = 4.0  # from ε to this many times ε the verdict is unclear
+UNCLEAR = 2.0  # from ε to this many times ε the verdict is unclear
 
 
 def verdict(delta: float, margin: float | None, epsilon: float) -> str:
@@ -99,16 +99,16 @@ VERDICT = Exercise(
     cases=(
         (6.6, None, 1.0e-4),
         (4.0e-5, None, 1.0e-4),
-        (2.5e-4, None, 1.0e-4),
-        (3.9, None, 1.0),
-        (4.1, None, 1.0),
+        (1.5e-4, None, 1.0e-4),
+        (1.9, None, 1.0),
+        (2.1, None, 1.0),
         (0.9, 1.5, 1.0),
         (0.9, 2.5, 1.0),
-        (0.9, 7.9, 1.0),
-        (0.9, 8.1, 1.0),
-        (2.0, 1.0, 1.0),
+        (0.9, 3.9, 1.0),
+        (0.9, 4.1, 1.0),
+        (1.5, 1.0, 1.0),
         (5.0, 1.0, 1.0),
-        (2.0, 9.0, 1.0),
+        (1.5, 9.0, 1.0),
         (0.0, None, 1.0e-6),
         (1.0, None, 1.0),
         (0.5, 1.1, 1.0),
@@ -116,11 +116,11 @@ VERDICT = Exercise(
     ),
     mistakes=(
         Mistake(
-            "There is a third answer. Between ε and 4ε a larger rounding than any you measured is as likely as a small fault: unclear.",
+            "There is a third answer. Between ε and 2ε a larger rounding than any you measured is as likely as a small fault: unclear.",
             _two_answers,
         ),
         Mistake(
-            "What is unclear is not cleared: between ε and 4ε it says noise.",
+            "What is unclear is not cleared: between ε and 2ε it says noise.",
             lambda d, m, e: "noise" if verdict(d, m, e) == "unclear" else verdict(d, m, e),
         ),
         Mistake(
@@ -132,11 +132,11 @@ VERDICT = Exercise(
             lambda d, m, e: verdict(d, None, e),
         ),
         Mistake(
-            "For a flip the bounds are twice as wide, 2ε and 8ε: two logits move, towards each other.",
+            "For a flip the bounds are twice as wide, 2ε and 4ε: two logits move, towards each other.",
             lambda d, m, e: _ruled(d, m, e, 1.0, UNCLEAR),
         ),
         Mistake(
-            "A flip beyond 2ε is not at once a fault: up to 8ε it is unclear.",
+            "A flip beyond 2ε is not at once a fault: up to 4ε it is unclear.",
             lambda d, m, e: _ruled(d, m, e, 2.0, 2.0),
         ),
         Mistake(

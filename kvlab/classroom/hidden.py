@@ -437,8 +437,8 @@ def _epsilon(rng):
 @draws("released", "verdict")
 def _third_answer(rng):
     epsilon = rng.choice((1.0e-5, 1.4e-4, 0.5, 1.0))
-    margin = rng.choice((None, epsilon * rng.choice((0.5, 1.3, 1.9, 2.2, 5.0, 7.8, 8.3, 40.0))))
-    return epsilon * rng.choice((0.0, 0.5, 0.95, 1.1, 2.5, 3.9, 4.2, 30.0, 1.0e4)), margin, epsilon
+    margin = rng.choice((None, epsilon * rng.choice((0.5, 1.3, 1.9, 2.2, 3.0, 3.8, 4.3, 40.0))))
+    return epsilon * rng.choice((0.0, 0.5, 0.95, 1.1, 1.5, 1.9, 2.2, 30.0, 1.0e4)), margin, epsilon
 
 
 @draws("released", "begins")

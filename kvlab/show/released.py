@@ -241,6 +241,7 @@ def facts(run: Run) -> dict[str, str]:
         "noise": str(found["noise"]),
         "faults": str(found["faults"]),
         "between": str(found["between"]),
+        "beyond": f"{BEYOND:g}",
         "faults_silent": str(found["same_text"]),
         "highest": f"{results.ratio(found['highest']):.2f}",
         "least": number(results.ratio(found["least"])),
