@@ -416,3 +416,46 @@ def _shareable(rng):
     else:
         second = list(reversed(second))
     return (first, second or [5], size) if rng.random() < 0.85 else (first, second or [5], size, False)
+
+
+# ---- lab 13 ----------------------------------------------------------------------------------------------------------
+
+ARM_NAMES = ("rows2", "rows7", "threads", "float64", "behind", "chunks")
+
+
+@draws("released", "epsilon")
+def _epsilon(rng):
+    floor = rng.choice((1.0e-6, 5.0e-6, 1.0e-5, 1.4e-4))
+    ceiling = 100 * floor
+    sizes = (0.0, 0.3, 0.9, 3.0, 20.0, 60.0, 90.0, 400.0, 1.0e5)
+    if rng.random() < 0.15:
+        sizes = (400.0, 3000.0, 1.0e5)
+    names = rng.sample(ARM_NAMES, rng.randint(1, 4))
+    return {name: floor * rng.choice(sizes) * rng.uniform(0.8, 1.05) for name in names}, floor, ceiling
+
+
+@draws("released", "verdict")
+def _third_answer(rng):
+    epsilon = rng.choice((1.0e-5, 1.4e-4, 0.5, 1.0))
+    margin = rng.choice((None, epsilon * rng.choice((0.5, 1.3, 1.9, 2.2, 3.0, 3.8, 4.3, 40.0))))
+    return epsilon * rng.choice((0.0, 0.5, 0.95, 1.1, 1.5, 1.9, 2.2, 30.0, 1.0e4)), margin, epsilon
+
+
+@draws("released", "begins")
+def _begins(rng):
+    epsilon, steps = rng.choice((1.0e-5, 1.4e-4)), rng.randint(2, 9)
+    first = rng.choice((None, 0, rng.randrange(steps), rng.randrange(steps)))
+    deltas = [epsilon * rng.uniform(0.0, 0.9) for _ in range(steps)]
+    for step in range(steps if first is None else first, steps):
+        deltas[step] = epsilon * rng.choice((0.5, 1.0e3, 1.0e4, 1.0e5)) * rng.uniform(0.9, 1.1)
+    if first is not None:
+        deltas[first] = epsilon * rng.choice((1.5, 1.0e4)) * rng.uniform(0.9, 1.1)
+    return deltas, epsilon
+
+
+@draws("released", "named_number")
+def _named_number(rng):
+    epsilon = rng.choice((1.0e-5, 1.4e-4))
+    numbers = rng.sample(range(70), rng.randint(1, 9))
+    fits = rng.sample(numbers, min(len(numbers), rng.choice((0, 1, 1, 1, 2))))
+    return {n: epsilon * (rng.uniform(0.05, 0.9) if n in fits else rng.uniform(5.0, 5.0e4)) for n in numbers}, epsilon

@@ -167,4 +167,32 @@ SAMPLES = (
         "def find_prefix(keys, index, num_tokens, block_size):\n"
         "    return [index[k] for k in keys[: (num_tokens - 1) // block_size] if k in index]\n",
     ),
+    Sample(
+        "13-released",
+        "epsilon",
+        1,
+        "a loop instead of a list",
+        "def epsilon(healthy, floor, ceiling):\n"
+        "    largest = None\n"
+        "    for delta in healthy.values():\n"
+        "        if delta <= ceiling and (largest is None or delta > largest):\n"
+        "            largest = delta\n"
+        "    if largest is None:\n"
+        "        return None\n"
+        "    return floor if 2 * largest < floor else 2 * largest\n",
+    ),
+    Sample(
+        "13-released",
+        "epsilon",
+        0,
+        "every arm is believed",
+        "def epsilon(healthy, floor, ceiling):\n    return max(floor, 2 * max(healthy.values()))\n",
+    ),
+    Sample(
+        "13-released",
+        "named_number",
+        0,
+        "the nearest twin, whatever its distance",
+        "def named_number(distances, epsilon):\n    return min(distances, key=distances.get) if distances else None\n",
+    ),
 )
