@@ -8,6 +8,7 @@ from kvlab import record
 from kvlab.claims import Verdict
 from kvlab.core import ledger
 from kvlab.core.spec import ModelSpec
+from kvlab.experiments import lengths
 from kvlab.experiments import prefix_results as results
 
 LLAMA_7B = ModelSpec("a 7B model", 32, 32, 32, 128, "float16", "rope", 4096, 32000)
@@ -16,6 +17,8 @@ LLAMA_7B = ModelSpec("a 7B model", 32, 32, 32, 128, "float16", "rope", 4096, 320
 def verdicts() -> list[Verdict]:
     """One verdict for each claim that lab 6 settles, alone or in part."""
     run = record.load("prefix")
+    kinds = record.load("lengths").data["kinds"]
+    by_length = {kind: kinds[kind]["arms"][lengths.BLOCKS]["delta"] for kind in ("dynamic", "longrope")}
     data, found, bound = run.data, results.arms(run), results.epsilon(run)
     block = data["shape"]["block"]
 
@@ -79,7 +82,9 @@ def verdicts() -> list[Verdict]:
             f"The prefix's K/V computed twice in the same shape: a difference of {_number(same['the prefix alone, again']['largest'])}. With two different suffixes "
             f"behind it: {_number(later)}, so what comes later does not touch it. Computed in another shape: {_number(behind)} with a suffix behind it, {_number(pieces)} in "
             f"pieces{'' if pieces == 0 and behind == 0 else ': equal up to rounding, not to the bit'}. Behind another beginning it is another K/V: {moved_kv:.2g}. Reused, a "
-            f"prefix moves logits by at most {largest('3 shared', '1 shared', '3 saved cache, copied'):.1g} (ε is {bound:.1g}).",
+            f"prefix moves logits by at most {largest('3 shared', '1 shared', '3 saved cache, copied'):.1g} (ε is {bound:.1g}). Not so where RoPE's "
+            f"angles depend on the request's length (rope_type dynamic, longrope): there the blocks of a longer request move logits by "
+            f"{by_length['dynamic']:.2g} and {by_length['longrope']:.2g} (chapter 4), and a pool must not share.",
         ),
         verdict(
             "B4",
