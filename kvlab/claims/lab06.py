@@ -18,7 +18,8 @@ def verdicts() -> list[Verdict]:
     """One verdict for each claim that lab 6 settles, alone or in part."""
     run = record.load("prefix")
     kinds = record.load("lengths").data["kinds"]
-    by_length = {kind: kinds[kind]["arms"][lengths.BLOCKS]["delta"] for kind in ("dynamic", "longrope")}
+    shared_blocks = next(iter(lengths.ARMS))
+    by_length = {kind: kinds[kind]["arms"][shared_blocks]["delta"] for kind in ("dynamic", "longrope")}
     data, found, bound = run.data, results.arms(run), results.epsilon(run)
     block = data["shape"]["block"]
 
