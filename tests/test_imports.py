@@ -20,6 +20,7 @@ LAYERS = [
     {"compare"},
     {"runtime"},
     {"record"},
+    {"engine"},
     {"faults", "twin"},
     {"experiments"},
     {"claims"},
