@@ -198,7 +198,7 @@ BUGS = (
         "cached alibi",
         "2.8.1",
         "2.9.0",
-        ("TransformerLensOrg/TransformerLens#777",),
+        ("TransformerLensOrg/TransformerLens#776", "TransformerLensOrg/TransformerLens#777"),
         "ALiBi with a cache takes the first row of the table of biases",
         "position",
     ),

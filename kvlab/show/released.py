@@ -130,7 +130,8 @@ def calendar_key(run: Run) -> str:
 def thread(name: str) -> str:
     """Markdown: a thread with its address."""
     repository, _, issue = name.partition("#")
-    return f"[{repository.partition('/')[2]}#{issue}](https://github.com/{repository}/issues/{issue})"
+    label = "" if repository == cases.HF else repository.partition("/")[2]
+    return f"[{label}#{issue}](https://github.com/{repository}/issues/{issue})"
 
 
 def _threads(case: Case) -> str:
@@ -142,22 +143,25 @@ def _text(row: dict) -> str:
 
 
 def bugs_table(run: Run) -> str:
-    """Markdown: each bug, the releases, the verdict on both, and what a comparison of texts would have seen."""
+    """Markdown: each bug, the releases, the verdict on both, and what a comparison of texts would have seen.
+
+    A verdict other than a state fault (broken) or noise (fixed) is written out.
+    """
     lines = [
-        "| package, broken → fixed | symptom | thread | broken: Δ, ε, from token | fixed: Δ | by text alone |",
-        "|---|---|---|---:|---:|---|",
+        "| package, broken → fixed | symptom | broken: Δ | ε | from token | fixed: Δ | by text alone | thread |",
+        "|---|---|---:|---:|---:|---:|---|---|",
     ]
     for case in (*cases.BUGS, cases.REAL):
         bad, good = results.pair(run, case)
-        if not bad or not good:
-            continue
-        weights = ", on real weights" if case is cases.REAL else ""
-        lines.append(
-            f"| {case.package} {case.broken} → {case.fixed} | {case.symptom}{weights} | {_threads(case)} | "
-            f"**{bad.get('verdict', bad['outcome'])}** {number(bad['delta'])}, {number(bad['epsilon'])}, {bad['onset']} | "
-            f"{good['verdict']} {number(good['delta'])} | {_text(bad)} |"
-        )
+        symptom = case.symptom + (", on real weights" if case is cases.REAL else "")
+        cells = [f"{case.package} {case.broken} → {case.fixed}", symptom, _delta(bad, WRONG)]
+        cells += [number(bad["epsilon"]), str(bad["onset"]), _delta(good, RIGHT), _text(bad), _threads(case)]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _delta(row: dict, expected: str) -> str:
+    return number(row["delta"]) + ("" if results.state(row) == expected else f", {row['verdict']}")
 
 
 def twins_table(run: Run) -> str:
