@@ -366,6 +366,20 @@ def test_a_fair_queue_serves_the_least_served_owner():
     assert order[False][-1] == "b0" and order[True][1] == "b0"
 
 
+def test_who_came_last_is_preempted_first_and_is_first_in_line():
+    m = BlockManager(5, 4, cache_prefixes=False)
+    scheduler = Scheduler(m)
+    jobs = {name: [n] * 8 for n, name in enumerate("ab", start=1)}
+    queue(scheduler, jobs)
+    first = scheduler.step()
+    scheduler.done(first)
+    for piece in first.pieces:
+        piece.job.tokens.append(1)
+    second = scheduler.step()
+    assert [job.name for job in second.preempted] == ["b"] and [piece.job.name for piece in second.pieces] == ["a"]
+    assert scheduler.waiting[0].name == "b" and scheduler.waiting[0].chain.tokens == (*jobs["b"], 1) and "b" not in m.sequences
+
+
 def test_a_job_that_never_fits_is_refused_when_it_comes():
     scheduler = Scheduler(BlockManager(4, 4, watermark=0.25))
     with pytest.raises(ValueError, match="needs 5 blocks"):
