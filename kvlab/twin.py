@@ -62,6 +62,11 @@ class Bench:
         self._kept: dict[tuple[int, ...], KV] = {}
         config = self.model.config
         kinds = list(getattr(config, "layer_types", None) or [])
+        strange = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+        if strange:
+            raise ValueError(
+                f"loaded: {loaded.name} has layers of kind {', '.join(strange)}; a twin knows full and windowed attention only"
+            )
         width = getattr(config, "sliding_window", None)
         if not getattr(config, "use_sliding_window", True):
             width = None

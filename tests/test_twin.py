@@ -233,6 +233,15 @@ def test_what_does_not_fit_is_refused_by_name(bird, rows, epsilon):
             call()
 
 
+def test_a_model_with_other_layers_is_refused(bird, rows):
+    from dataclasses import replace
+    from types import SimpleNamespace
+
+    odd = SimpleNamespace(config=SimpleNamespace(layer_types=["full_attention", "linear_attention"]))
+    with pytest.raises(ValueError, match="has layers of kind linear_attention"):
+        twin.Bench(replace(bird, model=odd), rows[0], [1])
+
+
 # ---- kvlab twin ---------------------------------------------------------------------------------------------------------
 
 
