@@ -25,7 +25,10 @@ from kvlab.compare import BEYOND, HEADROOM, compare, scores
 from kvlab.runtime.models import Loaded
 
 BLOCK = 16  # tokens in a block, where a hypothesis counts in blocks
-MOST = 48  # numbers that are tried of one hypothesis at most
+MOST, SHORT = (
+    48,
+    64,
+)  # numbers tried of one hypothesis at most, of a prompt of up to 64 tokens; of longer ones fewer, as they cost more
 WIDEST = 8.0  # a twin's own ε is at most this many times the healthy one
 
 KV = list[tuple[torch.Tensor, torch.Tensor]]  # keys and values of each layer, [1, kv_heads, slots, head_dim]
@@ -968,7 +971,8 @@ def _try(one, bench, rough, suspect, epsilon, index, other, met, neighbours) -> 
     def meets(made: Try) -> bool:
         return made.miss <= made.within and made.moves > BEYOND * made.within
 
-    numbers = list(one.numbers(bench, other))[:MOST]
+    most = MOST if bench.n <= SHORT else max(8, MOST * SHORT // bench.n)
+    numbers = list(one.numbers(bench, other))[:most]
     for number in numbers:
         made = play(number)
         if meets(made):
