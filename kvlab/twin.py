@@ -462,12 +462,12 @@ def _overwritten(b: Bench, number, other):
 
 def _regions(b: Bench, other):
     """(begin, end, seen): slots another request has written, in blocks or to its end, and the first token that reads them."""
-    most = min(len(other), b.n - 1)
+    most, shared = min(len(other), b.n - 1), common(b.prompt, other)
     ends = dict.fromkeys([most, *range(most // BLOCK * BLOCK, 0, -BLOCK)])
     out = []
     for end in ends:
         seen = dict.fromkeys([*range(end, min(end + 9, b.n)), *range((b.n - 1) // BLOCK * BLOCK, end, -BLOCK)])
-        for begin in range(0, end, BLOCK):
+        for begin in [0, *(at for at in range(BLOCK, end, BLOCK) if at > shared)]:  # up to `shared` both hold the same
             changes = b.prompt[:end] != other[:end]
             out += [(begin, end, t) for t in seen if changes and (begin or t > end)]
     return sorted(out, key=lambda number: number[2] - number[1])
