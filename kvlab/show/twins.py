@@ -42,6 +42,8 @@ def outside(run: Run) -> str:
     """Markdown: the faults that are in no hypothesis, and what the search said."""
     lines = ["| fault | why no twin | the nearest | misses by | healthy run |", "|---|---|---|---:|---:|"]
     for name, why in OUTSIDE.items():
+        if name not in run.data["faults"]:
+            continue
         told = run.data["faults"][name]["sick"]
         near = min(told["tried"], key=lambda one: one["miss"] or float("inf"), default=None)
         nearest, miss = (f"`{near['hypothesis']}`", _size(near["miss"])) if near else ("", "")
