@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvlab.faults.twins import OUTSIDE
+from kvlab.faults.twins import OUTSIDE, TWINS
 from kvlab.record import Run, powers
 
 
@@ -62,6 +62,7 @@ def facts(run: Run) -> dict[str, str]:
     wide = [name for name, one in named.items() if one["met"][0]["miss"] > one["epsilon"]]
     return {
         "faults": str(len(told)),
+        "absent": ", ".join(f"`{name}`" for name in [*TWINS, *OUTSIDE] if name not in told) or "none",
         "named": str(len(named)),
         "several": str(sum(one["kind"] == "several" for one in told.values())),
         "none": str(len(none)),
