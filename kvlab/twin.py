@@ -25,7 +25,10 @@ from kvlab.compare import BEYOND, HEADROOM, compare, scores
 from kvlab.runtime.models import Loaded
 
 BLOCK = 16  # tokens in a block, where a hypothesis counts in blocks
-MOST = 48  # numbers that are tried of one hypothesis at most
+MOST, SHORT = (
+    48,
+    64,
+)  # numbers tried of one hypothesis at most, of a prompt of up to 64 tokens; of longer ones fewer, as they cost more
 WIDEST = 8.0  # a twin's own ε is at most this many times the healthy one
 
 KV = list[tuple[torch.Tensor, torch.Tensor]]  # keys and values of each layer, [1, kv_heads, slots, head_dim]
@@ -62,6 +65,11 @@ class Bench:
         self._kept: dict[tuple[int, ...], KV] = {}
         config = self.model.config
         kinds = list(getattr(config, "layer_types", None) or [])
+        strange = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+        if strange:
+            raise ValueError(
+                f"loaded: {loaded.name} has layers of kind {', '.join(strange)}; a twin knows full and windowed attention only"
+            )
         width = getattr(config, "sliding_window", None)
         if not getattr(config, "use_sliding_window", True):
             width = None
@@ -454,12 +462,12 @@ def _overwritten(b: Bench, number, other):
 
 def _regions(b: Bench, other):
     """(begin, end, seen): slots another request has written, in blocks or to its end, and the first token that reads them."""
-    most = min(len(other), b.n - 1)
+    most, shared = min(len(other), b.n - 1), common(b.prompt, other)
     ends = dict.fromkeys([most, *range(most // BLOCK * BLOCK, 0, -BLOCK)])
     out = []
     for end in ends:
         seen = dict.fromkeys([*range(end, min(end + 9, b.n)), *range((b.n - 1) // BLOCK * BLOCK, end, -BLOCK)])
-        for begin in range(0, end, BLOCK):
+        for begin in [0, *(at for at in range(BLOCK, end, BLOCK) if at > shared)]:  # up to `shared` both hold the same
             changes = b.prompt[:end] != other[:end]
             out += [(begin, end, t) for t in seen if changes and (begin or t > end)]
     return sorted(out, key=lambda number: number[2] - number[1])
@@ -963,7 +971,8 @@ def _try(one, bench, rough, suspect, epsilon, index, other, met, neighbours) -> 
     def meets(made: Try) -> bool:
         return made.miss <= made.within and made.moves > BEYOND * made.within
 
-    numbers = list(one.numbers(bench, other))[:MOST]
+    most = MOST if bench.n <= SHORT else max(8, MOST * SHORT // bench.n)
+    numbers = list(one.numbers(bench, other))[:most]
     for number in numbers:
         made = play(number)
         if meets(made):

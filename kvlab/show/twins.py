@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvlab.faults.twins import OUTSIDE
+from kvlab.faults.twins import OUTSIDE, TWINS
 from kvlab.record import Run, powers
 
 
@@ -42,6 +42,8 @@ def outside(run: Run) -> str:
     """Markdown: the faults that are in no hypothesis, and what the search said."""
     lines = ["| fault | why no twin | the nearest | misses by | healthy run |", "|---|---|---|---:|---:|"]
     for name, why in OUTSIDE.items():
+        if name not in run.data["faults"]:
+            continue
         told = run.data["faults"][name]["sick"]
         near = min(told["tried"], key=lambda one: one["miss"] or float("inf"), default=None)
         nearest, miss = (f"`{near['hypothesis']}`", _size(near["miss"])) if near else ("", "")
@@ -60,6 +62,7 @@ def facts(run: Run) -> dict[str, str]:
     wide = [name for name, one in named.items() if one["met"][0]["miss"] > one["epsilon"]]
     return {
         "faults": str(len(told)),
+        "absent": ", ".join(f"`{name}`" for name in [*TWINS, *OUTSIDE] if name not in told) or "none",
         "named": str(len(named)),
         "several": str(sum(one["kind"] == "several" for one in told.values())),
         "none": str(len(none)),
