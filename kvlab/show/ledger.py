@@ -274,7 +274,7 @@ def kinds_table(names: tuple[str, ...] = MIXED) -> str:
     for spec in (MODELS[name].spec for name in names):
         state = ledger.state_bytes(spec)
         sizes = human(ledger.token_bytes(spec)), human(ledger.growth_bytes(spec)), human(state) if state else ""
-        kinds = "; ".join(ledger.layer_lines(spec))
+        kinds = ";<br>".join(ledger.layer_lines(spec))
         lines.append(_line(spec.name, kinds, *sizes, human(ledger.request_bytes(spec, 100_000))))
     return "\n".join(lines)
 
