@@ -95,7 +95,7 @@ few = st.lists(st.integers(0, 2), min_size=1, max_size=30)
 )
 def test_it_says_what_the_block_manager_does_and_the_costs_add_up(a, b, keep, block_size, salts):
     b = a[:keep] + b
-    m = BlockManager(64, block_size)
+    m = BlockManager(128, block_size)
     m.allocate("a", a, salt=salts[0])
     m.commit("a", len(a))
     found = share(Prompt(a, salt=salts[0]), Prompt(b, salt=salts[1]), block_size)
