@@ -17,7 +17,7 @@ first in line. Later it computes its tokens anew (what is still cached it finds)
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from kvlab.core.blocks import BlockCopy, BlockManager, OutOfBlocks
@@ -68,6 +68,11 @@ class Piece:
     job: Job
     start: int
     count: int
+
+    @property
+    def seq(self) -> Hashable:
+        """Whose tokens: a sequence of the manager."""
+        return self.job.name
 
     @property
     def last(self) -> bool:
@@ -243,8 +248,3 @@ class Scheduler:
         job.state, job.written = PREEMPTED, 0
         job.preemptions += 1
         step.preempted.append(job)
-
-
-def jobs_of(scheduler: Scheduler) -> Iterable[Job]:
-    """Everybody who has not ended."""
-    return [*scheduler.running, *scheduler.waiting]

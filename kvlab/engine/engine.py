@@ -14,7 +14,7 @@ from kvlab.core.blocks import BlockManager
 from kvlab.core.schedule import RUNNING, Job, Scheduler, Step
 from kvlab.core.trace import Trace
 from kvlab.engine.metrics import Metrics, StepRecord
-from kvlab.engine.request import Request, Sampling, cut_at, safe
+from kvlab.engine.request import Request, Sampling, cut_at
 from kvlab.runtime import packed
 from kvlab.runtime.decode import attention_kernel
 from kvlab.runtime.models import Loaded
@@ -217,10 +217,9 @@ class Engine:
         shown = 0
         try:
             while True:
-                text = request.text if request.finish else request.text[: safe(request.text, request.stop)]
-                if len(text) > shown:
-                    yield text[shown:]
-                    shown = len(text)
+                if new := request.ready[shown:]:
+                    yield new
+                    shown += len(new)
                 if request.finish:
                     return
                 self.step()
@@ -233,10 +232,9 @@ class Engine:
         shown = 0
         try:
             while True:
-                text = request.text if request.finish else request.text[: safe(request.text, request.stop)]
-                if len(text) > shown:
-                    yield text[shown:]
-                    shown = len(text)
+                if new := request.ready[shown:]:
+                    yield new
+                    shown += len(new)
                 if request.finish:
                     return
                 await self._turn()
@@ -258,9 +256,8 @@ class Engine:
 
     def _compute(self, work: Step) -> torch.Tensor:
         self.pool.copy(work.copies)
-        pieces = [packed.Piece(piece.job.name, piece.start, piece.count) for piece in work.pieces]
         with attention_kernel(self.loaded, packed.NAME):
-            logits = packed.forward(self.loaded, self.pool, pieces)
+            logits = packed.forward(self.loaded, self.pool, work.pieces)
         self.scheduler.done(work)
         return logits
 

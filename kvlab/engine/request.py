@@ -10,8 +10,6 @@ import torch
 
 from kvlab.core.schedule import Job
 
-FINISHED = ("stop", "length", "cancelled", "timeout", "failed")
-
 
 @dataclass(frozen=True)
 class Sampling:
@@ -49,7 +47,7 @@ class Request:
 
     new        the tokens it has generated
     text       them as text, cut at a stop string
-    finish     why it ended: one of `FINISHED`; None while it has not
+    finish     why it ended: "stop", "length", "cancelled", "timeout" or "failed"; None while it has not
     samples    with n > 1: the other answers to the same prompt, each a request of its own
     logits     `[steps, vocab]`, what each token was chosen from, where the engine keeps them
     """
@@ -82,6 +80,11 @@ class Request:
     def new(self) -> list[int]:
         """What it has generated."""
         return self.job.tokens[len(self.job.tokens) - len(self.token_times) :]
+
+    @property
+    def ready(self) -> str:
+        """What of its text may be shown: all of it once it has ended, before that nothing that may yet change."""
+        return self.text if self.finish else self.text[: safe(self.text, self.stop)]
 
     @property
     def ttft(self) -> float | None:

@@ -23,7 +23,7 @@ NAME = "kvlab_packed"
 
 @dataclass(frozen=True)
 class Piece:
-    """`count` new tokens of a sequence, the first of which stands at position `start`."""
+    """`count` new tokens of a sequence, the first of which stands at position `start`. (A scheduler's pieces are such, too.)"""
 
     seq: Hashable
     start: int
