@@ -51,6 +51,31 @@ def threads():
     torch.set_num_threads(1 if torch.get_num_threads() > 1 else 2)
 
 
+@torch.no_grad()
+def recompute(forward, prompt, steps, rows=1, forced=None):
+    """Greedy (or along `forced`), the whole history again at every step, alone or as equal rows.
+
+    `forward` gives the logits `[rows, n, vocab]` of ids `[rows, n]`, by whatever name the engine calls it, without a cache.
+    """
+    ids, tokens, out = list(prompt), [], []
+    for step in range(steps):
+        logits = forward(torch.tensor([ids] * rows))[0, -1].float()
+        out.append(logits)
+        tokens.append(int(logits.argmax()) if forced is None else forced[step])
+        ids.append(tokens[-1])
+    return tokens, torch.stack(out)
+
+
+def plain_runs(forward, prompt, steps):
+    """The reference, and the arms that every engine has: equal rows, another thread count."""
+    runs = {"reference": recompute(forward, prompt, steps)}
+    runs.update({f"healthy.rows{n}": recompute(forward, prompt, steps, rows=n) for n in (2, 7)})
+    threads()
+    runs["healthy.threads"] = recompute(forward, prompt, steps)
+    threads()
+    return runs
+
+
 def main(play, engine, layers=2):
     """Play the cases named on the command line. `play(*case)` gives (prompt, {name: (tokens, logits)}, note)."""
     torch.set_num_threads(1)

@@ -3,7 +3,7 @@
 from importlib.metadata import version
 
 import torch
-from common import fill, ids_of, main, threads
+from common import fill, ids_of, main, plain_runs, recompute
 from litgpt.model import GPT, Config
 
 N = 10
@@ -30,17 +30,6 @@ def build(window=8):
 
 
 @torch.no_grad()
-def recompute(model, prompt, steps, rows=1, forced=None):
-    ids, tokens, out = list(prompt), [], []
-    for step in range(steps):
-        logits = model(torch.tensor([ids] * rows))[0, -1].float()
-        out.append(logits)
-        tokens.append(int(logits.argmax()) if forced is None else forced[step])
-        ids.append(tokens[-1])
-    return tokens, torch.stack(out)
-
-
-@torch.no_grad()
 def suspect(prompt):
     model = build()
     model.set_kv_cache(batch_size=1, max_seq_length=40)
@@ -57,13 +46,7 @@ def suspect(prompt):
 def play(scenario, arch):
     prompt = ids_of(5, 3)
     runs = {"suspect": suspect(prompt)}
-    model = build()
-    runs["reference"] = recompute(model, prompt, N)
-    for n in (2, 7):
-        runs[f"healthy.rows{n}"] = recompute(model, prompt, N, rows=n)
-    threads()
-    runs["healthy.threads"] = recompute(model, prompt, N)
-    threads()
+    runs.update(plain_runs(build(), prompt, N))
     runs["healthy.float64"] = recompute(build().double(), prompt, N)
     for size in (8, 9, 10, 64):  # a twin: a reference with another window
         runs[f"twin.{size}"] = recompute(build(size), prompt, N, forced=runs["suspect"][0])

@@ -22,7 +22,7 @@ for package in ("wandb", "datasets", "datasets.arrow_dataset", "datasets.load"):
     _stub(package)
 
 import torch  # noqa: E402
-from common import fill, ids_of, main, threads  # noqa: E402
+from common import fill, ids_of, main, plain_runs, recompute  # noqa: E402
 from transformer_lens import HookedTransformer, HookedTransformerConfig, utils  # noqa: E402
 from transformer_lens.past_key_value_caching import HookedTransformerKeyValueCache  # noqa: E402
 
@@ -48,15 +48,9 @@ def build():
     return fill(HookedTransformer(config).eval())
 
 
-@torch.no_grad()
-def recompute(model, prompt, steps, rows=1):
-    ids, tokens, out = list(prompt), [], []
-    for _ in range(steps):
-        logits = model(torch.tensor([ids] * rows), return_type="logits", prepend_bos=False)[0, -1].float()
-        out.append(logits)
-        tokens.append(int(logits.argmax()))
-        ids.append(tokens[-1])
-    return tokens, torch.stack(out)
+def uncached(model):
+    """Ids to logits, no cache, nothing put in front."""
+    return lambda ids: model(ids, return_type="logits", prepend_bos=False)
 
 
 @torch.no_grad()
@@ -75,17 +69,11 @@ def suspect(prompt):
 def play(scenario, arch):
     prompt = ids_of(12, 3)
     runs = {"suspect": suspect(prompt)}
-    model = build()
-    runs["reference"] = recompute(model, prompt, N)
-    for n in (2, 7):
-        runs[f"healthy.rows{n}"] = recompute(model, prompt, N, rows=n)
-    threads()
-    runs["healthy.threads"] = recompute(model, prompt, N)
-    threads()
+    runs.update(plain_runs(uncached(build()), prompt, N))
     try:
         double = build()
         double.cfg.dtype = torch.float64
-        runs["healthy.float64"] = recompute(double.double(), prompt, N)
+        runs["healthy.float64"] = recompute(uncached(double.double()), prompt, N)
     except Exception as error:
         print("no float64", str(error)[:80])
     return prompt, runs, {}

@@ -7,7 +7,7 @@ left_pad     a short row beside a long one: the wrapper moves the padding to the
 from importlib.metadata import version
 
 import torch
-from common import fill, ids_of, main, threads
+from common import fill, ids_of, main, plain_runs, recompute
 from x_transformers import AutoregressiveWrapper, Decoder, TransformerWrapper
 
 N = 8
@@ -23,17 +23,6 @@ def build(arch):
     torch.manual_seed(0)
     layers = Decoder(dim=64, depth=2, heads=4, attn_dim_head=32, **inner)
     return fill(TransformerWrapper(num_tokens=96, max_seq_len=64, attn_layers=layers, **outer).eval())
-
-
-@torch.no_grad()
-def recompute(net, prompt, steps, rows=1):
-    ids, tokens, out = list(prompt), [], []
-    for _ in range(steps):
-        logits = net(torch.tensor([ids] * rows))[0, -1].float()
-        out.append(logits)
-        tokens.append(int(logits.argmax()))
-        ids.append(tokens[-1])
-    return tokens, torch.stack(out)
 
 
 def only_best(logits):
@@ -61,13 +50,7 @@ def suspect(scenario, arch, prompt):
 def play(scenario, arch):
     prompt = ids_of(7, 3)
     runs = {"suspect": suspect(scenario, arch, prompt)}
-    net = build(arch)
-    runs["reference"] = recompute(net, prompt, N)
-    for n in (2, 7):
-        runs[f"healthy.rows{n}"] = recompute(net, prompt, N, rows=n)
-    threads()
-    runs["healthy.threads"] = recompute(net, prompt, N)
-    threads()
+    runs.update(plain_runs(build(arch), prompt, N))
     runs["healthy.float64"] = recompute(build(arch).double(), prompt, N)
     return prompt, runs, {}
 
