@@ -4,8 +4,9 @@ import random
 
 import pytest
 
+from kvlab.core.workload import MAX_LENGTH, WORKLOADS, Request, requests
 from kvlab.experiments import allocators
-from kvlab.experiments.allocators import POLICIES, Buddy, Counter, Request, requests, simulate
+from kvlab.experiments.allocators import POLICIES, Buddy, Counter, simulate
 
 
 def test_a_buddy_allocator_gives_disjoint_powers_of_two_and_joins_them_again():
@@ -49,14 +50,14 @@ def test_a_size_that_is_no_power_of_two_is_refused():
             Buddy(size)
 
 
-@pytest.mark.parametrize("workload", allocators.WORKLOADS)
+@pytest.mark.parametrize("workload", WORKLOADS)
 def test_lengths_have_the_papers_means(workload):
     drawn = requests(workload, 20000, 0.5, 1)
-    prompt, output = allocators.WORKLOADS[workload]
+    prompt, output = WORKLOADS[workload]
     assert sum(r.prompt for r in drawn) / len(drawn) == pytest.approx(prompt, rel=0.03)
     assert sum(r.output for r in drawn) / len(drawn) == pytest.approx(output, rel=0.03)
     wide = requests(workload, 5000, 1.5, 1)
-    assert all(r.prompt >= 1 and r.output >= 1 and r.prompt + r.output <= allocators.MAX_LENGTH for r in wide)
+    assert all(r.prompt >= 1 and r.output >= 1 and r.prompt + r.output <= MAX_LENGTH for r in wide)
     assert requests(workload, 10, 1.0, 2) == requests(workload, 10, 1.0, 2) != requests(workload, 10, 1.0, 3)
 
 

@@ -8,6 +8,7 @@ from kvlab import record
 from kvlab.checks import Wrong
 from kvlab.checks import blocks as checks
 from kvlab.compare import compare
+from kvlab.core import workload
 from kvlab.core.blocks import BlockCopy, BlockManager, InvariantError, OutOfBlocks, UnknownSequence
 from kvlab.core.scan import FOUND, HANDED_OUT, WRITTEN, owner_scan
 from kvlab.core.trace import Trace as Log
@@ -357,7 +358,7 @@ def test_the_recorded_bookkeeping_is_what_the_code_does(run):
     again = bookkeeping._usage(
         blocks.allocators.simulate(
             "oracle",
-            bookkeeping.allocators.requests("ShareGPT", bookkeeping.REQUESTS, 1.0, bookkeeping.SEED),
+            workload.requests("ShareGPT", bookkeeping.REQUESTS, 1.0, bookkeeping.SEED),
             steps=run.manifest.settings["steps"],
         )
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvlab import record
 from kvlab.claims import Verdict
+from kvlab.core import workload
 from kvlab.experiments import allocators, bookkeeping
 from kvlab.experiments.allocators import PAPER
 
@@ -124,12 +125,12 @@ def verdicts() -> list[Verdict]:
 
 def _block_size(sizes: dict, token_bytes: int, share: dict) -> str:
     ratios = [found["step_ratio"] for found in sizes.values()]
-    typical = allocators.typical_length(allocators.requests("ShareGPT", bookkeeping.REQUESTS, 1.0, bookkeeping.SEED))
+    typical = allocators.typical_length(workload.requests("ShareGPT", bookkeeping.REQUESTS, 1.0, bookkeeping.SEED))
     return (
         f"The size: at 16 tokens {1 - sizes['16']['of_held']:.1%} of what is held is empty, at 1 none, at 256 {1 - sizes['256']['of_held']:.0%}. The table is no cost in "
         f"memory: 4 bytes an entry are {4 / token_bytes:.3%} of a token's K/V even at size 1, and a decode step here costs {min(ratios):.2f} to "
         f"{max(ratios):.2f} times that of size 16 at every size (a GPU kernel may differ: not measured here). What a large block costs is emptiness and, in lab 6, "
         f"hits. The batch: total over K/V per request foresees {allocators.SLOTS / typical:.0f} requests if a request counts with the {typical:.0f} tokens it has at a "
-        f"random moment, and {share['paged']['running']:.0f} run; counted with the maximum it foresees {allocators.SLOTS // allocators.MAX_LENGTH}, and that is what "
+        f"random moment, and {share['paged']['running']:.0f} run; counted with the maximum it foresees {allocators.SLOTS // workload.MAX_LENGTH}, and that is what "
         f"maximum-length reservation runs ({share['max length']['running']:.0f}). The watermark: labs 2 and 7."
     )

@@ -569,9 +569,11 @@ class BlockManager:
     # ---- small change -----------------------------------------------------------------------------------------------
 
     def _sequence(self, seq: Hashable) -> Sequence:
-        _hashable("seq", seq)
         try:
             return self._sequences[seq]
+        except TypeError:
+            _hashable("seq", seq)
+            raise
         except KeyError:
             raise UnknownSequence(f"no sequence {seq!r}: it was never allocated, or it is freed already") from None
 

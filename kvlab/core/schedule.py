@@ -1,7 +1,7 @@
 """The scheduler: which requests run in the next step, and how many tokens of each go through the model.
 
 It stands on a `BlockManager` and knows neither a model nor a clock. An engine (`kvlab.engine`) computes what a step says; a simulator
-(`simulate`) only counts what it would cost. One step feeds *pieces*: a running request's next token, or a part of a prompt.
+(`kvlab.core.simulate`) only counts what it would cost. One step feeds *pieces*: a running request's next token, or a part of a prompt.
 
 Three policies, which differ in what a step may hold together:
 
@@ -79,6 +79,11 @@ class Piece:
         """Whether the next token can be chosen behind it."""
         return self.start + self.count == len(self.job.tokens)
 
+    @property
+    def decode(self) -> bool:
+        """Whether it feeds a token that was generated, not a part of a prompt."""
+        return self.count == 1 and self.start >= len(self.job.chain.tokens)
+
 
 @dataclass
 class Step:
@@ -134,6 +139,11 @@ class Scheduler:
 
     # ---- coming and going ---------------------------------------------------------------------------------------------------
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request that can run, alone if need be."""
+        return (self.manager.num_blocks - self.manager.watermark_blocks) * self.manager.block_size
+
     def add(self, job: Job) -> None:
         """Queue a job. Raises ValueError for one that could never run: it would need more blocks than the pool may give."""
         m = self.manager
@@ -177,13 +187,14 @@ class Scheduler:
 
     def done(self, step: Step) -> None:
         """The K/V of a step's pieces is written."""
+        manager, served = self.manager, self.served
         for piece in step.pieces:
             job = piece.job
             if job.state == RUNNING:
-                job.written = piece.start + piece.count
-                if self.manager.num_committed(job.name) < job.written:
-                    self.manager.commit(job.name, job.written)
-            self.served[job.owner] = self.served.get(job.owner, 0) + piece.count
+                job.written = written = piece.start + piece.count
+                if manager.num_committed(job.name) < written:
+                    manager.commit(job.name, written)
+            served[job.owner] = served.get(job.owner, 0) + piece.count
 
     def _decode(self, step: Step) -> None:
         """A token for everybody who has one to feed; who finds no block for it makes room."""
@@ -229,11 +240,9 @@ class Scheduler:
 
     def _grow(self, step: Step, job: Job) -> bool:
         """A slot for the job's last token; False when it was itself preempted for want of one."""
-        have = self.manager.num_tokens(job.name)
-        while job.state == RUNNING and have < len(job.tokens):
+        while job.state == RUNNING and self.manager.num_tokens(job.name) < len(job.tokens):
             try:
-                step.copies += self.manager.append(job.name, job.tokens[have:])
-                have = len(job.tokens)
+                step.copies += self.manager.append_token(job.name, job.tokens[-1])
             except OutOfBlocks:
                 self._preempt(step, self.running[-1])
         return job.state == RUNNING

@@ -12,6 +12,7 @@ import torch
 
 from kvlab.core.blocks import BlockManager
 from kvlab.core.schedule import RUNNING, Job, Scheduler, Step
+from kvlab.core.simulate import work_of
 from kvlab.core.trace import Trace
 from kvlab.engine.metrics import Metrics, StepRecord
 from kvlab.engine.request import Request, Sampling, cut_at
@@ -127,9 +128,7 @@ class Engine:
         top = max(chain.tokens)
         if top >= self.loaded.spec.vocab:
             raise ValueError(f"prompt holds token {top}; the model has {self.loaded.spec.vocab}")
-        longest = min(
-            self.loaded.spec.max_context, (self.manager.num_blocks - self.manager.watermark_blocks) * self.manager.block_size
-        )
+        longest = min(self.loaded.spec.max_context, self.scheduler.longest)
         if len(chain.tokens) + max_tokens > longest:
             raise ValueError(
                 f"prompt has {len(chain.tokens)} tokens and max_tokens is {max_tokens}: {longest} fit together, by model and pool"
@@ -313,7 +312,7 @@ class Engine:
         self.requests.pop(request.name, None)
 
     def _record(self, start: float, plan: float, work: Step) -> None:
-        decode = sum(piece.count == 1 and piece.start >= len(piece.job.chain.tokens) for piece in work.pieces)
+        decode = sum(piece.decode for piece in work.pieces)
         self.metrics.steps.append(
             StepRecord(
                 start,
@@ -326,6 +325,7 @@ class Engine:
                 len(work.preempted),
                 self.manager.num_blocks - self.manager.num_free_blocks,
                 tuple(piece.job.name for piece in work.pieces),
+                work_of(work.pieces),
             )
         )
 

@@ -6,12 +6,14 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from kvlab.core.simulate import Work
 from kvlab.engine.request import Request
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step. `decode`, `prefill`: tokens of each kind; `plan`: seconds the scheduler took; `held`: blocks in use afterwards."""
+    """One step. `decode`, `prefill`: tokens of each kind; `plan`: seconds the scheduler took; `held`: blocks in use afterwards;
+    `work`: what it cost, in the terms of a simulated clock."""
 
     start: float
     end: float
@@ -23,6 +25,7 @@ class StepRecord:
     preempted: int
     held: int
     names: tuple = ()
+    work: Work | None = None
 
 
 @dataclass

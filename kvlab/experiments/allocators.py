@@ -2,49 +2,20 @@
 
 The setting is that of PagedAttention's figure 2 (Kwon et al. 2023, arXiv 2309.06180, section 6.1): OPT-13B on a 40 GB card has
 room for 15.7 K tokens, its maximum length is 2048, and requests wait in line at all times. Here the pool has 16,384 slots, the
-power of two next to that. Lengths are drawn from log-normal distributions with the means the paper gives for ShareGPT and Alpaca
-(its figure 11). The paper does not give the spread, so it is an argument (`spread`, the standard deviation of the logarithm),
-and the experiment varies it. Draws are cut at 1024 prompt tokens and at the maximum length.
+power of two next to that. Lengths are those of `kvlab.core.workload`; the experiment varies their spread.
 """
 
 from __future__ import annotations
 
-import math
-import random
 from collections import deque
 from dataclasses import dataclass, field
 
 from kvlab.core.blocks import BlockManager, OutOfBlocks
+from kvlab.core.workload import MAX_LENGTH, Request
 
 SLOTS = 16384
-MAX_LENGTH = 2048
-WORKLOADS = {"ShareGPT": (161.31, 337.99), "Alpaca": (19.31, 58.45)}  # mean prompt and output tokens
 PAPER = {"max length": 20.4, "power of two": 26.8, "oracle": 38.2, "paged": 96.3}  # % token state, figure 2
 POLICIES = tuple(PAPER)
-
-
-@dataclass(frozen=True)
-class Request:
-    """Tokens of a prompt and of the answer it will get."""
-
-    prompt: int
-    output: int
-
-
-def requests(workload: str, count: int, spread: float = 1.0, seed: int = 0) -> list[Request]:
-    """`count` requests of a workload of WORKLOADS. Raises ValueError for an unknown workload or a spread that is not positive."""
-    if workload not in WORKLOADS:
-        raise ValueError(f"workload {workload!r} is unknown; there are {', '.join(WORKLOADS)}")
-    if not spread > 0:
-        raise ValueError(f"spread must be positive, not {spread}")
-    draw = random.Random(seed)
-
-    def length(mean: float, most: int) -> int:
-        return min(max(round(draw.lognormvariate(math.log(mean) - spread**2 / 2, spread)), 1), most)
-
-    mean_prompt, mean_output = WORKLOADS[workload]
-    prompts = [length(mean_prompt, 1024) for _ in range(count)]
-    return [Request(prompt, length(mean_output, MAX_LENGTH - prompt)) for prompt in prompts]
 
 
 def typical_length(served: list[Request]) -> float:

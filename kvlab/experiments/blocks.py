@@ -16,7 +16,7 @@ import torch
 
 from kvlab import record
 from kvlab.compare import compare, judge, noise_bound
-from kvlab.core import ledger
+from kvlab.core import ledger, workload
 from kvlab.core.blocks import BlockManager, InvariantError
 from kvlab.core.scan import owner_scan
 from kvlab.core.trace import Trace as Log
@@ -379,7 +379,7 @@ def run(
             "prompts": prompts,
             "new_tokens": NEW_TOKENS,
             "slots": allocators.SLOTS,
-            "max_length": allocators.MAX_LENGTH,
+            "max_length": workload.MAX_LENGTH,
             "steps": steps,
         },
         flags="--quick" if quick else "",
@@ -391,10 +391,10 @@ def run(
     scenes = _scenes(loaded, equal["epsilon"], count, bar)
     bar.set_description("utilisation")
     use: dict = {}
-    for workload in allocators.WORKLOADS:
-        use[workload] = {}
+    for name in workload.WORKLOADS:
+        use[name] = {}
         for spread in spreads:
-            use[workload][str(spread)] = bookkeeping.utilisation(spread, workload, steps=steps)
+            use[name][str(spread)] = bookkeeping.utilisation(spread, name, steps=steps)
             bar.update()
     bar.set_description("block sizes")
     sizes = {str(size): found for size, found in bookkeeping.block_sizes(steps=steps).items()}

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from kvlab.core.blocks import BlockManager, InvariantError, OutOfBlocks
 from kvlab.core.trace import Trace
+from kvlab.core.workload import requests
 from kvlab.experiments import allocators
 from kvlab.faults import fault
 from kvlab.record import short
@@ -136,7 +137,7 @@ def _usage(usage: allocators.Usage) -> dict:
 
 def utilisation(spread: float = 1.0, workload: str = "ShareGPT", *, steps: int = 2000) -> dict:
     """Policy → averages of the simulation (see `kvlab.experiments.allocators`), with a buddy allocator and merely counted."""
-    waiting = allocators.requests(workload, REQUESTS, spread, SEED)
+    waiting = requests(workload, REQUESTS, spread, SEED)
     out = {}
     for policy in allocators.POLICIES:
         out[policy] = _usage(allocators.simulate(policy, waiting, steps=steps))
@@ -148,5 +149,5 @@ def utilisation(spread: float = 1.0, workload: str = "ShareGPT", *, steps: int =
 
 def block_sizes(sizes: Sequence[int] = BLOCK_SIZES, *, steps: int = 2000) -> dict[int, dict]:
     """Block size → averages of the paged simulation."""
-    waiting = allocators.requests("ShareGPT", REQUESTS, 1.0, SEED)
+    waiting = requests("ShareGPT", REQUESTS, 1.0, SEED)
     return {size: _usage(allocators.simulate("paged", waiting, block_size=size, steps=steps)) for size in sizes}
