@@ -325,6 +325,7 @@ class Engine:
                 len(work.preempted),
                 self.manager.num_blocks - self.manager.num_free_blocks,
                 tuple(piece.job.name for piece in work.pieces),
+                tuple(piece.job.name for piece in work.pieces if not piece.decode),
                 work_of(work.pieces),
             )
         )

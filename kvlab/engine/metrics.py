@@ -13,7 +13,7 @@ from kvlab.engine.request import Request
 @dataclass(frozen=True)
 class StepRecord:
     """One step. `decode`, `prefill`: tokens of each kind; `plan`: seconds the scheduler took; `held`: blocks in use afterwards;
-    `work`: what it cost, in the terms of a simulated clock."""
+    `names`: whose pieces it held, `prompts`: which of those fed prompt tokens; `work`: what it cost, in the terms of a simulated clock."""
 
     start: float
     end: float
@@ -25,6 +25,7 @@ class StepRecord:
     preempted: int
     held: int
     names: tuple = ()
+    prompts: tuple = ()
     work: Work | None = None
 
 
