@@ -184,7 +184,7 @@ def _how_to_fetch(home: Path) -> str:
 
 
 def _labs() -> Finding:
-    from kvlab.cli import labs
+    from kvlab.cli.lab import labs
 
     found = labs()
     if not found:
