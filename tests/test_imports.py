@@ -14,7 +14,7 @@ PACKAGE = Path(kvlab.__file__).parent
 
 # A module may import its own layer and those before it. What is not named here is a layer by its first name.
 LAYERS = [
-    {"kvlab", "errors"},
+    {"kvlab", "errors", "labs"},
     {"core"},
     {"probe"},
     {"compare"},

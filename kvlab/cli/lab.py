@@ -5,9 +5,9 @@ import json
 import sys
 from pathlib import Path
 
-import kvlab
 from kvlab.cli.grammar import command, group
 from kvlab.errors import KvlabError, UsageError
+from kvlab.labs import labs
 
 
 def add(commands) -> None:
@@ -19,13 +19,6 @@ def add(commands) -> None:
         ("check", _check, "run a lab from start to end and say where it stops"),
     ):
         command(lab, name, function, text).add_argument("lab", metavar="LAB", help="its number or name, as in `3`")
-
-
-def labs() -> dict[str, Path]:
-    """Each lab's notebook by its name, as in `03-password`: of the checkout, else of the current folder."""
-    checkout = Path(kvlab.__file__).resolve().parents[1] / "labs"
-    folder = checkout if checkout.is_dir() else Path("labs")
-    return {path.stem: path for path in sorted(folder.glob("[0-9][0-9]-*.ipynb"))}
 
 
 def _find(wanted: str) -> Path:
