@@ -70,7 +70,7 @@ lab: $(STAMPS)/python model labs  ## open JupyterLab on the labs
 	@$(BIN)/jupyter lab labs
 
 record: $(STAMPS)/python model  ## run the experiments on the best device there is, into results/
-	@for experiment in $${EXPERIMENTS:-$$($(BIN)/python -c "from kvlab.cli import experiments; print(*experiments())")}; do $(BIN)/kvlab run $$experiment; done
+	@for experiment in $${EXPERIMENTS:-$$($(BIN)/python -c "from kvlab.cli.run import experiments; print(*experiments())")}; do $(BIN)/kvlab run $$experiment; done
 
 bench: $(STAMPS)/python model  ## print the costs as ratios
 	@$(BIN)/python -m bench

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvlab.errors import KvlabError
+from kvlab.labs import labs
 
 OK, WARN, MISSING = "ok", "warn", "missing"
 GIB = 1 << 30
@@ -184,8 +185,6 @@ def _how_to_fetch(home: Path) -> str:
 
 
 def _labs() -> Finding:
-    from kvlab.cli import labs
-
     found = labs()
     if not found:
         return Finding("labs", WARN, "no labs folder here", "Go to the course's folder, or open a lab you downloaded.")

@@ -1,4 +1,4 @@
-"""The error kvlab raises when something outside the code has to change: a file, the network, an argument."""
+"""The errors kvlab raises when something outside the code has to change: a file, the network, an argument."""
 
 
 class KvlabError(Exception):
@@ -16,3 +16,7 @@ class KvlabError(Exception):
 
     def __str__(self) -> str:
         return f"{self.message}\n{self.remedy}"
+
+
+class UsageError(KvlabError):
+    """The command line asks for something there is not."""

@@ -140,8 +140,8 @@ def experiment(monkeypatch, tmp_path):
 
 
 def test_experiments_are_found_without_importing_them():
-    assert "password" in cli.experiments()
-    assert "prompts" not in cli.experiments()  # a module that has no run
+    assert "password" in cli.run.experiments()
+    assert "prompts" not in cli.run.experiments()  # a module that has no run
 
 
 def test_run_passes_on_what_was_asked(kvlab, experiment, home):
@@ -230,21 +230,21 @@ def course(monkeypatch, tmp_path):
     ):
         found[name] = tmp_path / f"{name}.ipynb"
         found[name].write_text(notebook(("markdown", f"intro\n# {title}"), ("code", code)))
-    monkeypatch.setattr(cli, "labs", lambda: found)
+    monkeypatch.setattr(cli.lab, "labs", lambda: found)
     return found
 
 
 def test_lab_list(kvlab, course, monkeypatch):
     code, out, _ = kvlab("lab", "list")
     assert code == 0 and [line.split() for line in out.splitlines()] == [["01-easy", "Easy"], ["02-hard", "Hard"]]
-    monkeypatch.setattr(cli, "labs", dict)
+    monkeypatch.setattr(cli.lab, "labs", dict)
     code, _, err = kvlab("lab", "list")
     assert code == 1 and is_clear(err)
 
 
 @pytest.mark.parametrize("wanted", ["2", "02", "hard", "02-hard", "02-hard.ipynb"])
 def test_a_lab_goes_by_number_or_name(course, wanted):
-    assert cli._find_lab(wanted) == course["02-hard"]
+    assert cli.lab._find(wanted) == course["02-hard"]
 
 
 @pytest.mark.filterwarnings("default")  # zmq's and nbformat's own

@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from kvlab.cli import UsageError
+from kvlab.cli.grammar import command
+from kvlab.errors import UsageError
 
 EXIT = {"identical": 0, "noise": 0, "state fault": 3, "unclear": 4}
+
+
+def add(commands) -> None:
+    """Enter the command."""
+    made = command(commands, "judge", _judge, "judge a run that another process has written: noise, unclear, or state fault")
+    made.add_argument(
+        "reference", metavar="REFERENCE", help="the plainest run: no cache, alone (kvlab/probe.py writes the files)"
+    )
+    made.add_argument(
+        "healthy", metavar="HEALTHY", nargs="*", help="runs that must not matter: in pieces, in a batch; they measure ε"
+    )
+    made.add_argument("suspect", metavar="SUSPECT", help="the run on trial")
+    made.add_argument("--json", action="store_true", help="print all that was found as JSON")
+
+
+def _judge(arguments: argparse.Namespace) -> int:
+    return main(arguments.reference, arguments.healthy, arguments.suspect, as_json=arguments.json)
 
 
 def main(reference: str, healthy: Sequence[str], suspect: str, *, as_json: bool = False) -> int:

@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from kvlab.cli import UsageError
+from kvlab.cli.grammar import command
 from kvlab.cli.judge import _names, _plain
+from kvlab.errors import UsageError
 
 EXIT = {"named": 0, "nothing to explain": 0, "none": 3, "several": 4, "unclear": 4, "no number": 4}
+
+
+def add(commands) -> None:
+    """Enter the command."""
+    made = command(commands, "twin", _twin, "name a state fault: the hypothesis whose healthy run meets the suspect's logits")
+    made.add_argument("reference", metavar="REFERENCE", help="a healthy run of the prompt (kvlab/probe.py writes the files)")
+    made.add_argument("suspect", metavar="SUSPECT", help="the run to explain")
+    made.add_argument("healthy", metavar="HEALTHY", nargs="*", help="runs that measure ε (default: the model's own, in pieces)")
+    made.add_argument(
+        "--others", metavar="FILE", nargs="+", default=[], help="runs of other requests, where foreign state may come from"
+    )
+    made.add_argument("--model", metavar="NAME", help="bundled name, Hugging Face id or folder (default: KVLAB_MODEL)")
+    made.add_argument("--device", help="cuda, mps or cpu (default: KVLAB_DEVICE, else the best there is)")
+    made.add_argument("--first", action="store_true", help="stop at the first that meets; a second one is then not seen")
+    made.add_argument("--json", action="store_true", help="print all that was found as JSON")
+
+
+def _twin(arguments: argparse.Namespace) -> int:
+    options = {name: getattr(arguments, name) for name in ("others", "model", "device", "first")}
+    return main(arguments.reference, arguments.suspect, arguments.healthy, **options, as_json=arguments.json)
 
 
 def main(

@@ -1,17 +1,12 @@
 """The audit behind `BlockManager.check()`: every rule the bookkeeping must keep, and the words for a broken one.
 
-It trusts no counter: what it compares against, it counts again from the tables.
+It trusts no counter: what it compares against, it counts again from the tables. `m` is the manager throughout; its class imports
+this module, so this one does not import it.
 """
 
-from __future__ import annotations
-
 from collections import Counter
-from typing import TYPE_CHECKING
 
 from kvlab.core.prefixes import behind as behind_of
-
-if TYPE_CHECKING:
-    from kvlab.core.blocks import BlockManager
 
 
 class InvariantError(RuntimeError):
@@ -22,7 +17,7 @@ class InvariantError(RuntimeError):
         self.rule = rule
 
 
-def audit(m: BlockManager) -> None:
+def audit(m) -> None:
     """Raise InvariantError for the first broken rule: tables, references, owners, pool, eviction, index, contents."""
     _tables(m)
     _references(m)
@@ -36,7 +31,7 @@ def _must(rule: str, holds: object, detail: str) -> None:
         raise InvariantError(rule, detail)
 
 
-def _tables(m: BlockManager) -> None:
+def _tables(m) -> None:
     for name, s in m._sequences.items():
         _must(
             "tables",
@@ -50,7 +45,7 @@ def _tables(m: BlockManager) -> None:
         _must("keys", labels == s.labels, f"{name!r} keeps keys of tokens that it does not have")
 
 
-def _references(m: BlockManager) -> None:
+def _references(m) -> None:
     named = Counter(i for s in m._sequences.values() for i in s.table)
     owners: dict[int, Counter] = {}
     for s in m._sequences.values():
@@ -65,7 +60,7 @@ def _references(m: BlockManager) -> None:
         _must("owners", block.owners == owners.get(i, {}), f"block {i} is tagged {block.owners}, held by {owners.get(i)}")
 
 
-def _pool(m: BlockManager) -> None:
+def _pool(m) -> None:
     blank, evictable = set(m._blank), set(m._evictable)
     held = {i for s in m._sequences.values() for i in s.table} | {i for table, _ in m._pins.values() for i in table}
     _must("pool", len(blank) == len(m._blank), "a block is in the free list twice: it was freed twice")
@@ -85,7 +80,7 @@ def _pool(m: BlockManager) -> None:
         _must("eviction", m._blocks[i].prefix is not None, f"block {i} waits to be evicted, but it cannot be found")
 
 
-def _index(m: BlockManager) -> None:
+def _index(m) -> None:
     known = list(m._index)
     there = set(map(id, known))
     entered = {i: p for p in known for i in p.blocks}
@@ -102,7 +97,7 @@ def _index(m: BlockManager) -> None:
             p = p.rest
 
 
-def _contents(m: BlockManager) -> None:
+def _contents(m) -> None:
     """A block has one content: all who name it agree on it, from the first token on, and so does the index.
 
     Walks the tables by column, so that "the same so far" is one comparison with the column before.

@@ -16,8 +16,20 @@ import torch
 
 from kvlab.core.blocks import BlockManager, OutOfBlocks
 from kvlab.core.sharing import Prompt, checklist, share
-from kvlab.experiments import prefix as base
-from kvlab.experiments.prefix import BLOCK, SEED, Sizes, ask_ids, prefill, prefix_ids, suffix_ids, tell_ids
+from kvlab.experiments.prefix_requests import (
+    BLOCK,
+    SECRETS,
+    SEED,
+    Sizes,
+    ask_ids,
+    go_on,
+    handbook,
+    make_pool,
+    prefill,
+    prefix_ids,
+    suffix_ids,
+    tell_ids,
+)
 from kvlab.experiments.prompts import encode
 from kvlab.experiments.serving import serve
 from kvlab.record import short
@@ -60,7 +72,7 @@ def same_kv(loaded: Loaded, sizes: Sizes) -> list[dict]:
     """The prefix's K/V computed in several shapes, against the prefix computed alone: largest difference, share of equal bits."""
     ids = prefix_ids(loaded.tokenizer, sizes.prefix)
     ask = ask_ids(loaded.tokenizer, sizes.suffix)
-    tell = tell_ids(loaded.tokenizer, base.SECRETS[0], sizes.suffix)
+    tell = tell_ids(loaded.tokenizer, SECRETS[0], sizes.suffix)
     plain = _kv(prefill(loaded, ids), len(ids))
     shapes = {
         "the prefix alone, again": prefill(loaded, ids),
@@ -126,11 +138,11 @@ def first_token(loaded: Loaded, sizes: Sizes, repeats: int = 5) -> dict:
     prompts = [
         ids + _question(loaded.tokenizer, n, sizes.suffix) for n in range(repeats + 1)
     ]  # one asked twice would hit further
-    pool = base.make_pool(loaded, dict(enumerate(prompts)), 1)
+    pool = make_pool(loaded, dict(enumerate(prompts)), 1)
     serve(loaded, pool, {"first": prompts[-1]}, 1)
     out: dict = {"isolated": [], "shared": [], "computed": {}}
     for prompt in prompts[:-1]:
-        alone = serve(loaded, base.make_pool(loaded, {"B": prompt}, 1, cache_prefixes=False), {"B": prompt}, 1)["B"]
+        alone = serve(loaded, make_pool(loaded, {"B": prompt}, 1, cache_prefixes=False), {"B": prompt}, 1)["B"]
         hit = serve(loaded, pool, {"B": prompt}, 1)["B"]
         pool.manager.free("B")
         for name, served in (("isolated", alone), ("shared", hit)):
@@ -148,7 +160,7 @@ def together(loaded: Loaded, sizes: Sizes) -> dict:
     requests = {f"r{n}": ids + _question(loaded.tokenizer, n, sizes.suffix) for n in range(sizes.requests)}
     out, logits = {}, {}
     for name, sharing in (("isolated", False), ("shared", True)):
-        pool = base.make_pool(loaded, requests, sizes.new, cache_prefixes=sharing)
+        pool = make_pool(loaded, requests, sizes.new, cache_prefixes=sharing)
         began = time.perf_counter()
         served = serve(loaded, pool, requests, sizes.new)
         took = time.perf_counter() - began
@@ -191,9 +203,9 @@ def long_prompt(loaded: Loaded, sizes: Sizes, own: int = 50, modelled: int = 3) 
         books[name] = {"blocks": m.num_blocks - m.num_free_blocks, "computed": computed}
         books[name]["references"] = m.block(0).ref_count
     requests = {f"r{n}": ids + _question(loaded.tokenizer, n, sizes.suffix) for n in range(modelled)}
-    pool = base.make_pool(loaded, requests, 2)
+    pool = make_pool(loaded, requests, 2)
     shared = serve(loaded, pool, requests, 1)
-    alone = serve(loaded, base.make_pool(loaded, {"x": requests["r1"]}, 2, cache_prefixes=False), {"x": requests["r1"]}, 1)["x"]
+    alone = serve(loaded, make_pool(loaded, {"x": requests["r1"]}, 2, cache_prefixes=False), {"x": requests["r1"]}, 1)["x"]
     return {
         "length": length,
         "own": own,
@@ -269,7 +281,7 @@ def boundary(loaded: Loaded, sizes: Sizes) -> dict:
     """Prefixes that miss a block boundary: tokens computed on a hit for every length around `sizes.prefix`; some on the model."""
     lengths = range(sizes.prefix - 2 * BLOCK, sizes.prefix + 2 * BLOCK + 1)
     ids = prefix_ids(loaded.tokenizer, lengths[-1])
-    tell = tell_ids(loaded.tokenizer, base.SECRETS[0], sizes.suffix)
+    tell = tell_ids(loaded.tokenizer, SECRETS[0], sizes.suffix)
     ask = ask_ids(loaded.tokenizer, sizes.suffix)
     curve = []
     for length in lengths:
@@ -278,9 +290,9 @@ def boundary(loaded: Loaded, sizes: Sizes) -> dict:
     checked = []
     for length in (sizes.prefix - 1, sizes.prefix, sizes.prefix + 1, sizes.prefix + BLOCK // 2):
         requests = {"A": ids[:length] + tell, "B": ids[:length] + ask}
-        shared = serve(loaded, base.make_pool(loaded, requests, 1), requests, 1)["B"]
+        shared = serve(loaded, make_pool(loaded, requests, 1), requests, 1)["B"]
         alone = {"B": requests["B"]}
-        alone = serve(loaded, base.make_pool(loaded, alone, 1, cache_prefixes=False), alone, 1)["B"]
+        alone = serve(loaded, make_pool(loaded, alone, 1, cache_prefixes=False), alone, 1)["B"]
         delta = (shared.trace.logits - alone.trace.logits).abs().max().item()
         checked.append({"length": length, "computed": shared.computed, "delta": short(delta)})
     return {"curve": curve, "checked": checked}
@@ -291,7 +303,7 @@ def boundary(loaded: Loaded, sizes: Sizes) -> dict:
 
 def edits(tokenizer) -> list[dict]:
     """Pairs of prompts as a service would send them, and how much the second may share of the first."""
-    rules = base.handbook(14)
+    rules = handbook(14)
     at = {"first": "Tuesday, 10:41:07. ", "then": "Tuesday, 10:41:09. "}
 
     def chat(system: str | None, *turns: str, answer: bool = True) -> list[int]:
@@ -393,10 +405,10 @@ def turns(loaded: Loaded, new_tokens: int = 24) -> list[dict]:
     tokenizer = loaded.tokenizer
     rows = []
     for question in QUESTIONS:
-        messages = [{"role": "system", "content": base.handbook(2)}, {"role": "user", "content": question}]
+        messages = [{"role": "system", "content": handbook(2)}, {"role": "user", "content": question}]
         prompt = encode(tokenizer, render(tokenizer, messages))
         cache = prefill(loaded, prompt[:-1])
-        served = base.go_on(loaded, cache, prompt, len(prompt) - 1, new_tokens)
+        served = go_on(loaded, cache, prompt, len(prompt) - 1, new_tokens)
         tokens = served.trace.tokens
         if tokenizer.eos_token_id in tokens:
             tokens = tokens[: tokens.index(tokenizer.eos_token_id)]
@@ -419,7 +431,7 @@ def siblings(loaded: Loaded, sizes: Sizes, seed: int = SEED) -> list[dict]:
     """
     ids = prefix_ids(loaded.tokenizer, sizes.prefix)
     prompt = ids + ask_ids(loaded.tokenizer, sizes.suffix)
-    own = base.go_on(loaded, prefill(loaded, ids), prompt, len(ids), 1).trace.logits
+    own = go_on(loaded, prefill(loaded, ids), prompt, len(ids), 1).trace.logits
     rows = []
     before = {name: p.detach().clone() for name, p in loaded.model.named_parameters()}
     for what, change in (
@@ -433,10 +445,10 @@ def siblings(loaded: Loaded, sizes: Sizes, seed: int = SEED) -> list[dict]:
             noise = None if change is None else torch.randn(p.shape, generator=generator).to(p.device) * p.std() * change
             p.copy_(p.to(torch.bfloat16).to(p.dtype) if change is None else p + noise)
         theirs = prefill(loaded, ids)
-        apart = base.go_on(loaded, copy.deepcopy(theirs), prompt, len(ids), 1).trace.logits
+        apart = go_on(loaded, copy.deepcopy(theirs), prompt, len(ids), 1).trace.logits
         for name, p in loaded.model.named_parameters():
             p.copy_(before[name])
-        mixed = base.go_on(loaded, theirs, prompt, len(ids), 1).trace.logits
+        mixed = go_on(loaded, theirs, prompt, len(ids), 1).trace.logits
         rows.append(
             {
                 "sibling": what if what[0] in "rw" else f"weights shaken by {what}",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvlab.faults import Fault, add
+from kvlab.faults.zoo import Fault, add
 
 MANAGER = "kvlab.core.blocks:BlockManager"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvlab.faults import Fault, add
+from kvlab.faults.zoo import Fault, add
 
 LOOP = "kvlab.runtime.decode"
 

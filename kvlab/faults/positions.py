@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from kvlab.faults import Fault, add
+from kvlab.faults.zoo import Fault, add
 
 LOOP = "kvlab.runtime.decode"
 LOG = "Logits from the first cached step on; the log: a position that is not the request's length minus one."

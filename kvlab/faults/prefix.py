@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvlab.core.prefixes import PrefixIndex
-from kvlab.faults import Fault, add
+from kvlab.faults.zoo import Fault, add
 from kvlab.runtime.paged import PagedPool
 
 INDEX = "kvlab.core.prefixes:PrefixIndex"

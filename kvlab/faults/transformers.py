@@ -6,7 +6,7 @@ import copy
 
 import torch
 
-from kvlab.faults import Fault, add
+from kvlab.faults.zoo import Fault, add
 
 CLIENTS = "kvlab.experiments.clients"
 LOOP = "kvlab.runtime.decode"

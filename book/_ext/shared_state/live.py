@@ -27,7 +27,7 @@ def light(path: Path) -> bool:
         elif isinstance(node, ast.ImportFrom):
             names.add(f"{'.' * node.level}{node.module or ''}")
     return all(
-        name.split(".")[0] in sys.stdlib_module_names or name in ("kvlab", "kvlab.faults") or name.startswith("kvlab.core")
+        name.split(".")[0] in sys.stdlib_module_names or name in ("kvlab", "kvlab.faults.zoo") or name.startswith("kvlab.core")
         for name in names
     )
 
