@@ -418,6 +418,45 @@ def _shareable(rng):
     return (first, second or [5], size) if rng.random() < 0.85 else (first, second or [5], size, False)
 
 
+# ---- lab 7 -----------------------------------------------------------------------------------------------------------
+
+
+@draws("scheduling", "may_admit")
+def _may_admit(rng):
+    size, total, watermark = rng.choice((1, 4, 16, 32)), rng.choice((8, 64, 128, 1024)), rng.choice((0.0, 0.125, 0.25, 0.5))
+    blocks = rng.randint(1, max(2, total // 4))
+    prompt = rng.choice((blocks * size, rng.randint((blocks - 1) * size + 1, blocks * size)))
+    free = blocks + int(total * watermark) + rng.choice((-2, -1, 0, 0, 1, 5))
+    return prompt, min(max(free, 0), total), total, size, watermark
+
+
+@draws("scheduling", "share_budget")
+def _share_budget(rng):
+    prompts = [rng.choice((rng.randint(1, 12), rng.randint(1, 300))) for _ in range(rng.randint(0, 6))]
+    return rng.choice((0, 1, rng.randint(1, 80))), prompts, rng.choice((8, 32, 64, 256))
+
+
+@draws("scheduling", "make_room")
+def _make_room(rng):
+    names = rng.sample("abcdefghij", rng.randint(1, 8))
+    running = [(name, rng.randint(1, 9)) for name in names]
+    free = rng.randint(0, 6)
+    return running, free, rng.randint(1, free + sum(blocks for _, blocks in running))
+
+
+@draws("scheduling", "resume")
+def _resume(rng):
+    prompt, answer = _ids(rng, rng.randint(1, 30)), _ids(rng, rng.randint(0, 20))
+    if rng.random() < 0.3:
+        prompt, answer = [5] * len(prompt), [5] * len(answer)
+    return prompt, answer, rng.choice((0, rng.randint(0, len(prompt) + len(answer) - 1)))
+
+
+@draws("scheduling", "flat_tokens")
+def _flat_tokens(rng):
+    return rng.uniform(1e10, 1e15), rng.uniform(1e9, 8e12), rng.choice((1, 2, 4, 8))
+
+
 # ---- lab 13 ----------------------------------------------------------------------------------------------------------
 
 ARM_NAMES = ("rows2", "rows7", "threads", "float64", "behind", "chunks")
