@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 from test_engine import LLAMA
 
 from kvlab.core.blocks import BlockManager
+from kvlab.core.cards import CEILINGS, MODELS
 from kvlab.core.schedule import POLICIES, Scheduler
-from kvlab.core.simulate import Cost, Simulation, Work, roofline
+from kvlab.core.simulate import Cost, Simulation, Work, card_cost, roofline
 from kvlab.core.workload import Request, poisson, requests
 from kvlab.engine import Engine
 
@@ -38,6 +39,15 @@ def test_a_roofline_is_flat_up_to_the_tokens_whose_arithmetic_takes_as_long_as_r
     assert cost.seconds(Work(1, 0, 0)) == pytest.approx(200 / 50) == cost.seconds(Work(int(cost.flat), 0, 0))
     assert cost.seconds(Work(60, 0, 0)) == pytest.approx(60 * 2 * 100 / 1000)
     assert cost.seconds(Work(1, 5, 3)) - cost.seconds(Work(1, 0, 0)) == pytest.approx(5 * 10 / 50 + 3 * 4 / 1000)
+
+
+def test_the_cost_of_a_named_card_is_its_two_ceilings():
+    cost, most, model = card_cost(), CEILINGS["A100 80 GB"], MODELS["Llama 3.1 8B"]
+    assert cost.flat == pytest.approx(most.flops / most.bandwidth)  # two bytes and two FLOP a weight
+    assert cost.seconds(Work(1, 0, 0)) == pytest.approx(2 * model.parameters / most.bandwidth)
+    assert cost.read * most.bandwidth == pytest.approx(2 * 32 * 8 * 128 * 2)  # K and V, layers, heads, width, bytes
+    assert cost.pair * most.flops == pytest.approx(4 * 32 * 32 * 128)
+    assert "data sheet" in most.source
 
 
 # ---- the clock -----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Shapes of public models and memory of common cards, each with its source.
+"""Shapes of public models, memory of common cards, and one card's ceilings, each with its source.
 
 A model's entry is the part of its Hugging Face config that decides its shape; `tests/test_ledger.py` builds each one without
 weights and finds `parameters` again, which a wrong entry would not survive. A card's memory is what its driver reports as
@@ -48,6 +48,15 @@ class Card:
 
     name: str
     memory: int
+    source: str
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What a card does at best: dense bf16 arithmetic in FLOP a second, memory traffic in bytes a second; and who says so."""
+
+    flops: float
+    bandwidth: float
     source: str
 
 
@@ -314,4 +323,11 @@ CARDS: dict[str, Card] = {
         Card("A100 80 GB", 81920 * MIB, MODAL),
         Card("H100 80 GB", 81559 * MIB, MODAL),
     )
+}
+
+# By the vendor's data sheet: nobody has measured them here.
+CEILINGS: dict[str, Ceilings] = {
+    "A100 80 GB": Ceilings(
+        312e12, 2.039e12, "NVIDIA's A100 data sheet, the SXM module: BF16 without sparsity, GPU memory bandwidth"
+    ),
 }

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvlab.core.cards import CEILINGS, MODELS
+from kvlab.core.ledger import stored_bytes, token_bytes
 from kvlab.core.schedule import Job, Piece, Scheduler, Step
 from kvlab.core.workload import Request
 
@@ -62,6 +64,24 @@ def roofline(
     """
     token = 2 * parameters / flops
     return Cost(0.0, token, weight_bytes / bandwidth / token, kv_token_bytes / bandwidth, pair_flops / flops)
+
+
+def card_cost(model: str = "Llama 3.1 8B", card: str = "A100 80 GB") -> Cost:
+    """The roofline of a public model on a card, weights and K/V in bf16: computed from the two, not measured.
+
+    All weights are counted, the table of the embedding too, which is looked up and not multiplied (6.5 % of Llama 3.1 8B).
+    Raises KeyError for a model that is not in `cards.MODELS` or a card that is not in `cards.CEILINGS`.
+    """
+    public, most = MODELS[model], CEILINGS[card]
+    spec = public.spec
+    return roofline(
+        parameters=public.parameters,
+        weight_bytes=stored_bytes(public.parameters, "bfloat16"),
+        kv_token_bytes=token_bytes(spec),
+        pair_flops=4 * spec.layers * spec.heads * spec.head_dim,
+        flops=most.flops,
+        bandwidth=most.bandwidth,
+    )
 
 
 @dataclass(eq=False)

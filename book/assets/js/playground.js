@@ -35,63 +35,23 @@ def _every(length):
     return _told(said + (f" One of them: {'; '.join(map(str, told[0]))}." if told else ""))
 `;
   const FAULTS = `json.dumps([[f.name, f.symptom] for f in ZOO.values() if f.breaks.startswith("kvlab.core.blocks:BlockManager.")])`;
-  const quoted = (text) => JSON.stringify(text); // a JSON string is a Python string, but for \\u escapes it shares
 
   function begin(root) {
-    const part = (name) => root.querySelector(`[data-part="${name}"]`);
-    const field = (name) => root.querySelector(`[name="${name}"]`);
-    const says = part("says"), board = part("board"), start = part("start"), controls = part("controls"), stop = part("stop");
     const symptoms = {};
-    let busy = false;
-
-    async function ask(source, wait) {
-      if (busy) return null;
-      busy = true;
-      root.setAttribute("aria-busy", "true");
-      if (wait) says.textContent = wait;
-      stop.hidden = false;
-      try {
-        const result = await kvKernel.run(source, { name: "<playground>", raw: true });
-        if (result.stopped) { sleep("Stopped. Start again: the pool will be empty."); return null; }
-        if (result.error) throw new Error(result.error.trim().split("\n").at(-1));
-        return result.value && JSON.parse(result.value);
-      } catch (error) {
-        says.textContent = error.message;
-        return null;
-      } finally {
-        busy = false;
-        root.removeAttribute("aria-busy");
-        if (document.activeElement === stop) start.focus();
-        stop.hidden = true;
-      }
-    }
-    function show(answer) {
-      if (!answer) return;
-      board.innerHTML = answer.board;
-      says.textContent = answer.said;
-      root.dataset.told = String(answer.told);
-      root.dataset.moves = String(answer.moves);
-    }
-    function sleep(text) {
-      controls.disabled = true;
-      start.hidden = false;
-      root.dataset.state = "asleep";
-      says.textContent = text;
-    }
-
-    start.addEventListener("click", async () => {
-      const faults = await ask(`${SET_UP}\n${FAULTS}`, "Starting Python, 13 MB the first time …");
-      if (!faults) return;
-      field("fault").replaceChildren(new Option("none", ""), ...faults.map(([name]) => new Option(name, name)));
-      faults.forEach(([name, symptom]) => (symptoms[name] = symptom));
-      controls.disabled = false;
-      start.hidden = true;
-      part("recorded").hidden = true;
-      root.dataset.state = "live";
-      show(await ask(`_told("The pool is empty. Your move.")`));
-      field("seq").focus();
+    const { part, field, ask, show, quoted } = kvGame(root, {
+      setUp: `${SET_UP}\n${FAULTS}`,
+      woken(faults) {
+        field("fault").replaceChildren(new Option("none", ""), ...faults.map(([name]) => new Option(name, name)));
+        faults.forEach(([name, symptom]) => (symptoms[name] = symptom));
+      },
+      first: `_told("The pool is empty. Your move.")`,
+      focus: "seq",
+      lost: "Stopped. Start again: the pool will be empty.",
+      shown(answer) {
+        root.dataset.told = String(answer.told);
+        root.dataset.moves = String(answer.moves);
+      },
     });
-    stop.addEventListener("click", () => kvKernel.stop());
     root.querySelectorAll("button[data-do]").forEach((button) => button.addEventListener("click", async () => {
       const kind = button.dataset.do;
       const move = { do: kind };
@@ -116,9 +76,6 @@ def _every(length):
       show(await ask(`_again(game.moves, None, "The same moves, no fault on.")`));
     });
     part("every").addEventListener("click", async () => show(await ask("_every(4)", "Playing every game of four moves; a few seconds …")));
-    root.querySelector("form").addEventListener("submit", (event) => event.preventDefault());
-    start.disabled = false;
-    root.dataset.state = "asleep";
   }
 
   document.addEventListener("DOMContentLoaded", () => document.querySelectorAll(".kvb").forEach(begin));
