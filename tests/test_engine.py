@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -231,6 +232,37 @@ def test_many_callers_in_one_event_loop_and_one_goes_away():
     assert said[1] is None and engine.idle and engine.manager.num_free_blocks == 64
     for n in (0, 2):
         assert said[n] == Letters().decode(alone(LLAMA, rows[n], 8).tokens)
+
+
+def test_when_the_caller_who_computes_is_cancelled_the_next_waits_for_its_step(monkeypatch):
+    engine, rows, at_work, most = Engine(LLAMA, 64, 4, check=True), prompts(9, 14), [], []
+    step = engine.step
+
+    def slowly():
+        at_work.append(1)
+        most.append(len(at_work))
+        time.sleep(0.02)
+        try:
+            return step()
+        finally:
+            at_work.pop()
+
+    monkeypatch.setattr(engine, "step", slowly)
+
+    async def caller(row):
+        return "".join([piece async for piece in engine.generate(row, max_tokens=6)])
+
+    async def both():
+        first = asyncio.create_task(caller(rows[0]))
+        await asyncio.sleep(0.01)
+        first.cancel()
+        await asyncio.sleep(0.002)  # it goes, while its step is still at work
+        return await caller(rows[1])
+
+    with ThreadPoolExecutor(1) as thread:
+        said = thread.submit(lambda: asyncio.run(both())).result()
+    assert max(most) == 1 and said == Letters().decode(alone(LLAMA, rows[1], 6).tokens)
+    assert engine.idle and engine.manager.num_free_blocks == 64
 
 
 def test_cancelled_while_a_step_is_computed_it_ends_with_the_step(monkeypatch):
