@@ -25,8 +25,8 @@ class Fault:
     broken      the replacement
     symptom     what a user sees
     mechanism   what is wrong, in one sentence
-    family      what the verdict should call it: "foreign state", "mask" or "position"; or, where no verdict on logits can
-                see it, "accounting" or "token ids"
+    family      what the verdict should call it: "foreign state", "mask", "position" or "own state altered"; or, where no verdict
+                on logits can see it, "accounting", "token ids" or "sampling"
     detector    what catches it, and stays quiet without it
     fix         what the right code does
     cases       public reports of its kind, `owner/repository#number`
@@ -80,6 +80,7 @@ def fault(name: str | None) -> Iterator[Fault | None]:
 from kvlab.faults import attention as _attention  # noqa: E402, F401  (fills ZOO)
 from kvlab.faults import blocks as _blocks  # noqa: E402, F401  (fills ZOO)
 from kvlab.faults import decoding as _decoding  # noqa: E402, F401  (fills ZOO)
+from kvlab.faults import engine as _engine  # noqa: E402, F401  (fills ZOO)
 from kvlab.faults import ledger as _ledger  # noqa: E402, F401  (fills ZOO)
 from kvlab.faults import positions as _positions  # noqa: E402, F401  (fills ZOO)
 from kvlab.faults import prefix as _prefix  # noqa: E402, F401  (fills ZOO)
