@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import torch
 
-from kvlab.core.blocks import BlockManager
 from kvlab.core.schedule import PREEMPTED, Scheduler
 from kvlab.faults import Fault, add
 from kvlab.runtime import packed
 
-_place, _allocate, _plan, _fed = Scheduler._place, BlockManager.allocate, packed.plan, packed.fed
+_place, _plan, _fed = Scheduler._place, packed.plan, packed.fed
 
 
 def _where_it_was(self, job) -> None:
@@ -39,14 +38,13 @@ def _one_early(pool, piece) -> list[int]:
     return _fed(pool, piece)
 
 
-def _findable_at_once(self, seq, tokens, **options):
-    """Every full block of the prompt goes into the index as soon as it has a number."""
-    got = _allocate(self, seq, tokens, **options)
-    s = self._sequences[seq]
+def _findable_at_once(self, job) -> None:
+    """Every full block of the prompt goes into the index as soon as the job has it."""
+    _place(self, job)
+    s = self.manager._sequences[job.name]
     if s.publish:
-        for k in range(s.written // self.block_size, len(s.tokens) // self.block_size):
-            self._publish(seq, s, k)
-    return got
+        for k in range(s.written // self.manager.block_size, len(s.tokens) // self.manager.block_size):
+            self.manager._publish(job.name, s, k)
 
 
 def _rows_kept(pool, pieces):
@@ -119,7 +117,7 @@ add(
 add(
     Fault(
         name="hit-before-written",
-        breaks="kvlab.core.blocks:BlockManager.allocate",
+        breaks="kvlab.core.schedule:Scheduler._place",
         broken=_findable_at_once,
         symptom="A request that was broken off and is sent again is answered from what somebody else wrote before.",
         mechanism="Blocks can be found as soon as they are reserved. If the writer leaves early, they hold what their last holder left.",
