@@ -1,8 +1,10 @@
 """The serving engine: each request's greedy answer is its own, in logits, whatever is scheduled beside it; endings leave nothing held."""
 
 import asyncio
+import contextlib
 import json
 import random
+import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -13,13 +15,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from test_paged import EPSILON, prompts, tiny
 
-from kvlab.core.blocks import BlockManager
+from kvlab.compare import audit
+from kvlab.core.blocks import BlockManager, UnknownSequence
 from kvlab.core.schedule import POLICIES, Job, Scheduler
 from kvlab.core.spec import ModelSpec
 from kvlab.engine import Engine
 from kvlab.engine.engine import serving
 from kvlab.engine.metrics import percentile
 from kvlab.engine.request import Sampling, cut_at, safe
+from kvlab.engine.watch import Watch
+from kvlab.faults import fault
 from kvlab.runtime import packed
 from kvlab.runtime.decode import attention_kernel, greedy
 from kvlab.runtime.models import Loaded
@@ -120,7 +125,11 @@ def test_whatever_runs_beside_it_a_request_gets_its_own_answer(name, policy):
     rows = prompts(3, 17, 9, 30, 12, 5, 21, 8)
     rows[3] = rows[1] + rows[3]  # some share a beginning
     requests = [engine.submit(row, max_tokens=12) for row in rows]
-    engine.run()
+    with contextlib.nullcontext() if "swap" in TIGHT[name] else Watch(LLAMA, engine.pool) as seen:
+        engine.run()
+    if seen is not None:
+        assert not seen.findings and all(audit(seen.steps[request.name]) is None for request in requests)
+        assert all(len(seen.steps[request.name]) >= 12 for request in requests)
     for request in requests:
         right(LLAMA, request)
         assert request.finish == "length" and request.ttft >= 0 and len(request.gaps) == 11
@@ -159,7 +168,9 @@ def test_samples_fork_one_prompt_and_seeds_do_not_depend_on_the_neighbours():
     assert single.sampling.seed == 4
     greedy_three = Engine(LLAMA, 64, 4, keep_logits=True)
     request = greedy_three.submit(row, max_tokens=6, n=3)
-    greedy_three.run()
+    with Watch(LLAMA, greedy_three.pool) as seen:
+        greedy_three.run()
+    assert not seen.findings, "a copied block holds what its original held"
     for one in (request, *request.samples):
         right(LLAMA, one)
 
@@ -233,6 +244,37 @@ def test_many_callers_in_one_event_loop_and_one_goes_away():
         assert said[n] == Letters().decode(alone(LLAMA, rows[n], 8).tokens)
 
 
+def test_when_the_caller_who_computes_is_cancelled_the_next_waits_for_its_step(monkeypatch):
+    engine, rows, at_work, most = Engine(LLAMA, 64, 4, check=True), prompts(9, 14), [], []
+    step = engine.step
+
+    def slowly():
+        at_work.append(1)
+        most.append(len(at_work))
+        time.sleep(0.02)
+        try:
+            return step()
+        finally:
+            at_work.pop()
+
+    monkeypatch.setattr(engine, "step", slowly)
+
+    async def caller(row):
+        return "".join([piece async for piece in engine.generate(row, max_tokens=6)])
+
+    async def both():
+        first = asyncio.create_task(caller(rows[0]))
+        await asyncio.sleep(0.01)
+        first.cancel()
+        await asyncio.sleep(0.002)  # it goes, while its step is still at work
+        return await caller(rows[1])
+
+    with ThreadPoolExecutor(1) as thread:
+        said = thread.submit(lambda: asyncio.run(both())).result()
+    assert max(most) == 1 and said == Letters().decode(alone(LLAMA, rows[1], 6).tokens)
+    assert engine.idle and engine.manager.num_free_blocks == 64
+
+
 def test_cancelled_while_a_step_is_computed_it_ends_with_the_step(monkeypatch):
     """Its blocks are in use until the forward is done."""
     engine = Engine(LLAMA, 64, 4, check=True)
@@ -250,6 +292,87 @@ def test_cancelled_while_a_step_is_computed_it_ends_with_the_step(monkeypatch):
     assert one.finish == "cancelled"
     engine.run()
     assert two.new == alone(LLAMA, prompts(9, 14)[1], 6).tokens and engine.manager.num_free_blocks == 64
+
+
+# ---- its faults ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_hit_in_the_step_of_its_writer_is_right_even_where_blocks_are_found_too_early():
+    """Each layer writes before it reads. `hit-before-written` takes a writer who does not get that far."""
+    (row,) = prompts(33)
+    with fault("hit-before-written"):
+        engine = Engine(LLAMA, 64, 4, check=True, keep_logits=True)
+        first, second = (engine.submit(row, max_tokens=3) for _ in range(2))
+        with Watch(LLAMA, engine.pool) as seen:
+            engine.run()
+    assert (first.job.cached, second.job.cached) == (0, 32) and not seen.findings
+    right(LLAMA, first), right(LLAMA, second)
+
+
+def test_pieces_of_a_prompt_begin_where_the_last_one_ended():
+    for name, findings in ((None, 0), ("chunk-off-by-one", 1)):
+        with fault(name):
+            engine = Engine(LLAMA, 64, 4, budget=7)
+            engine.submit(prompts(24)[0], name="a", max_tokens=3)
+            with Watch(LLAMA, engine.pool) as seen:
+                engine.run()
+        assert len(seen.findings) == findings and all("of its own as token 7 " in one for one in seen.findings)
+
+
+def test_a_row_of_the_decode_step_has_its_requests_slots_and_no_more():
+    for name, family in ((None, None), ("row-not-reset", "foreign state")):
+        with fault(name):
+            engine = Engine(LLAMA, 64, 4)
+            with Watch(LLAMA, engine.pool) as seen:
+                long = engine.submit(prompts(24)[0], max_tokens=4)
+                engine.run()
+                short = engine.submit(prompts(5)[0], max_tokens=4)
+                engine.run()
+        assert audit(seen.steps[short.name]) == family and bool(seen.findings) == bool(name)
+        assert long.finish == short.finish == "length"
+
+
+def test_a_preempted_request_finds_what_is_there_and_takes_nothing_else_for_its_own():
+    for name in (None, "preempted-keeps-its-place"):
+        with fault(name):
+            engine = Engine(LLAMA, block_size=4, keep_logits=True, num_blocks=22)
+            requests = [engine.submit(row, max_tokens=12, publish=False) for row in prompts(17, 9, 30, 12)]
+            with Watch(LLAMA, engine.pool) as seen:
+                engine.run()
+        hurt = {request.name for request in requests if request.new != alone(LLAMA, request.prompt, 12).tokens}
+        assert engine.metrics.preemptions and bool(seen.findings) == bool(name)
+        assert hurt <= {request.name for request in requests if request.job.preemptions}
+
+
+def test_one_generator_for_all_and_a_neighbours_draw_counts():
+    (row, other) = prompts(13, 22)
+    for name in (None, "sampler-shared"):
+        texts = []
+        for beside in (False, True):
+            with fault(name):
+                engine = Engine(LLAMA, 64, 4, keep_logits=True)
+                if beside:
+                    engine.submit(other, max_tokens=9, temperature=1.0, seed=5)
+                request = engine.submit(row, max_tokens=9, temperature=1.0, seed=3)
+                engine.run()
+            texts.append(request.new)
+        assert (texts[0] == texts[1]) == (name is None)
+
+
+@pytest.mark.parametrize("name", [None, "cancelled-freed-too-early"])
+def test_who_leaves_while_a_step_is_computed_keeps_its_blocks_until_then(monkeypatch, name):
+    engine, forward, seen = Engine(LLAMA, 64, 4), packed.forward, []
+    request = engine.submit(prompts(9)[0], max_tokens=6)
+
+    def meanwhile(*work):
+        engine.cancel(request)
+        seen.append((request.finish, engine.manager.num_free_blocks))
+        return forward(*work)
+
+    monkeypatch.setattr(packed, "forward", meanwhile)
+    with fault(name), pytest.raises(UnknownSequence) if name else contextlib.nullcontext():
+        engine.step()
+    assert seen == [("cancelled", 64) if name else (None, 61)] and request.finish == "cancelled"
 
 
 BAD = {

@@ -6,7 +6,7 @@ import pytest
 
 from kvlab.claims import claims
 from kvlab.compare import compare, judge, noise_bound
-from kvlab.experiments import leak, password, prompts
+from kvlab.experiments import leak, password, prompts, served
 from kvlab.faults import ZOO, add, fault
 from kvlab.runtime.decode import greedy
 
@@ -65,6 +65,19 @@ def test_symptom_the_buffer_leaks_only_from_long_to_short(loaded, bench):
     assert compare(alone, first_use).delta <= epsilon
     assert compare(greedy(loaded, [long], 4)[0], long_after).delta <= epsilon
     assert compare(alone, short_after).delta > epsilon
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("name", served.SCENES)
+def test_faults_of_the_engine_leak_another_password_too_and_the_watch_says_whose(loaded, name):
+    """`test_zoo` has them with the recorded password."""
+    for on in (False, True):
+        with fault(name if on else None):
+            told = served.SCENES[name](loaded, "MOSS-7316", 6)
+        text = loaded.tokenizer.decode(told.trace.tokens)
+        assert bool(told.words) == on
+        assert ("Ada" in " ".join(told.words)) == (on and bool(told.others))
+        assert ("moss" in text.lower()) == (on and bool(told.others)), text
 
 
 def target(name):

@@ -218,20 +218,23 @@ class Scheduler:
             if not self.manager.can_allocate(job.chain, **{k: v for k, v in job.how.items() if k == "lookup"}):
                 return
             self.waiting.remove(job)
-            found = self.manager.allocate(
-                job.name, job.chain, owner=job.owner, preempted=job.state == PREEMPTED, **job.how
-            ).num_cached_tokens  # fmt: skip
-            job.written = found
-            if job.kept is not None and self.swap_in is not None:
-                job.written = self.swap_in(job)
-                job.kept = None
-            job.cached = found if job.cached is None else job.cached
+            self._place(job)
             job.state = RUNNING
             self.running.append(job)
             step.admitted.append(job)
             count = min(job.left, budget)
             step.pieces.append(Piece(job, job.written, count))
             budget -= count
+
+    def _place(self, job: Job) -> None:
+        """Blocks for a job. `written` starts anew with them: what it finds in these blocks, and what is brought back to them."""
+        back = job.state == PREEMPTED
+        found = self.manager.allocate(job.name, job.chain, owner=job.owner, preempted=back, **job.how).num_cached_tokens
+        job.written = found
+        if job.kept is not None and self.swap_in is not None:
+            job.written = self.swap_in(job)
+            job.kept = None
+        job.cached = found if job.cached is None else job.cached
 
     def _next(self) -> Job:
         if not self.fair or self.waiting[0].state == PREEMPTED:

@@ -6,7 +6,7 @@
         print(piece, end="")
 
 `kvlab.core.schedule` decides what a step computes, `kvlab.runtime.packed` computes it, `engine.py` is the loop around both, `metrics.py` writes
-down what happened.
+down what happened, `watch.py` looks at what the model is given, and trusts none of them.
 """
 
 from kvlab.engine.engine import Engine

@@ -241,15 +241,10 @@ class Engine:
             self.cancel(request)
 
     async def _turn(self) -> None:
-        """One step for all who wait: the first of them computes it in a thread, the others wait for it."""
-        if self._stepping is None:
+        """One step for all who wait: the first of them has it computed in a thread. If that one goes away, the step goes on."""
+        if self._stepping is None or self._stepping.done():
             self._stepping = asyncio.ensure_future(asyncio.to_thread(self.step))
-            try:
-                await asyncio.shield(self._stepping)
-            finally:
-                self._stepping = None
-        else:
-            await asyncio.shield(self._stepping)
+        await asyncio.shield(self._stepping)
 
     # ---- inside a step -----------------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from kvlab import record, twin
 from kvlab.experiments import blocks as office
-from kvlab.experiments import clients, leak, lengths, prefix, zoo
+from kvlab.experiments import clients, leak, lengths, prefix, served, zoo
 from kvlab.experiments.checkpoint import Checkpoint
 from kvlab.experiments.zoo import ADA, LONG_TALK, NEW_TOKENS, SECRET, SYSTEM, Scene, Stage
 from kvlab.faults import ZOO, fault
@@ -61,6 +61,10 @@ def _in_the_office(lead: str, cut: int, text: str) -> Callable:
     return lambda stage, trace: [stage.ids(lead)[:cut] + stage.ids(text)]
 
 
+def _at_the_engine(name: str) -> Callable:
+    return lambda stage, trace: served.SCENES[name](stage.loaded, SECRET, NEW_TOKENS).others
+
+
 _OTHERS: dict[str, Callable] = {
     "cache-not-reset": _texts(leak.USER_A),
     "static-cache-not-reset": _texts(ADA),
@@ -85,6 +89,8 @@ _OTHERS: dict[str, Callable] = {
 }
 for _name in ("pads-not-masked", "conventions-mixed", "one-offset-for-all", "steps-count-pads"):
     _OTHERS[_name] = _texts(LONG_TALK)
+for _name in served.SCENES:
+    _OTHERS[_name] = _at_the_engine(_name)
 
 
 def _plain(stage: Stage, one: Scene, trace: Trace) -> Trace:

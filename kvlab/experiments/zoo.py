@@ -18,7 +18,7 @@ from kvlab import record
 from kvlab.compare import audit, compare, judge, noise_bound
 from kvlab.core import ledger as memory
 from kvlab.core.spec import ModelSpec
-from kvlab.experiments import attention, bookkeeping, clients, leak, lengths, prefix
+from kvlab.experiments import attention, bookkeeping, clients, leak, lengths, prefix, served
 from kvlab.experiments import blocks as office
 from kvlab.experiments import ledger as measured
 from kvlab.experiments.prompts import encode
@@ -513,6 +513,33 @@ def _queries(stage: Stage) -> Played:
 )
 def _outputs(stage: Stage) -> Played:
     return Played(attention.told(stage.loaded, new_tokens=NEW_TOKENS)[1])
+
+
+# --- faults of the serving engine ----------------------------------------------------------------------------------------
+
+
+def _at_the_engine(name: str) -> Callable[[Stage], Played]:
+    def play(stage: Stage) -> Played:
+        told = served.SCENES[name](stage.loaded, SECRET, NEW_TOKENS)
+        return Played(told.trace, told.words)
+
+    return play
+
+
+for _name, *_signs in (
+    ("preempted-keeps-its-place", "leak", "company"),
+    ("cancelled-freed-too-early", "leak", "company"),
+    ("chunk-off-by-one", "far"),
+    ("hit-before-written", "leak", "again"),
+    ("row-not-reset", "leak", "again"),
+):
+    scene(_name, served.SCENES[_name].__doc__, *_signs)(_at_the_engine(_name))
+
+
+@scene("sampler-shared", "One request with temperature 1 and a seed, alone and beside two others.", "company", reference=None)
+def _sampled(stage: Stage) -> Played:
+    symptom, words = served.sampled(stage.loaded, NEW_TOKENS, stage.epsilon(stage.loaded))
+    return Played(words=words, symptom=symptom)
 
 
 # --- playing -------------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ A fault replaces one function of the code it breaks; the code itself knows nothi
 from kvlab.faults import attention as _attention  # noqa: F401  (fills ZOO)
 from kvlab.faults import blocks as _blocks  # noqa: F401  (fills ZOO)
 from kvlab.faults import decoding as _decoding  # noqa: F401  (fills ZOO)
+from kvlab.faults import engine as _engine  # noqa: F401  (fills ZOO)
 from kvlab.faults import ledger as _ledger  # noqa: F401  (fills ZOO)
 from kvlab.faults import positions as _positions  # noqa: F401  (fills ZOO)
 from kvlab.faults import prefix as _prefix  # noqa: F401  (fills ZOO)

@@ -38,6 +38,10 @@ TWINS: dict[str, str] = {
     "suffix-positions-from-zero": "from-zero-behind-prefix",
     "no-position-ids": "all-shifted",
     "right-padding-misread": "pad-read",
+    "preempted-keeps-its-place": "slots-of-another",
+    "cancelled-freed-too-early": "slots-of-another",
+    "hit-before-written": "slots-overwritten",
+    "row-not-reset": "stale-slots",
 }
 
 OUTSIDE: dict[str, str] = {
@@ -47,5 +51,6 @@ OUTSIDE: dict[str, str] = {
     "output-cached": "the attention's output is kept, not keys and values",
     "angles-not-set-back": "the model turns by a longer request's angles, and keeps nothing of that request",
     "angles-in-bf16": "angles in fewer bits at a start the run does not tell",
+    "chunk-off-by-one": "tokens are read twice or not at all, and where the pieces of a prompt begin the run does not tell",
     "tokenised-apart": "other token ids were fed than the prompt has",
 }

@@ -17,8 +17,8 @@ class Fault:
     broken      the replacement
     symptom     what a user sees
     mechanism   what is wrong, in one sentence
-    family      what the verdict should call it: "foreign state", "mask" or "position"; or, where no verdict on logits can
-                see it, "accounting" or "token ids"
+    family      what the verdict should call it: "foreign state", "mask", "position" or "own state altered"; or, where no verdict
+                on logits can see it, "accounting", "token ids" or "sampling"
     detector    what catches it, and stays quiet without it
     fix         what the right code does
     cases       public reports of its kind, `owner/repository#number`

@@ -87,6 +87,11 @@ def plan(pool: PagedPool, pieces: Sequence[Piece]) -> Packed:
     )  # fmt: skip
 
 
+def fed(pool: PagedPool, piece: Piece) -> list[int]:
+    """The ids of a piece's tokens."""
+    return pool.manager.tokens(piece.seq)[piece.start : piece.start + piece.count]
+
+
 def attention(module, query, key, value, attention_mask, *, packed: Packed, scaling=None, sliding_window=None, **kwargs):
     """Attention of a packed row: `query` `[1, heads, tokens, head_dim]`; keys and values are read from the pool.
 
@@ -147,7 +152,7 @@ def forward(loaded: Loaded, pool: PagedPool, pieces: Sequence[Piece]) -> torch.T
                 f"piece {piece} does not go on where {piece.seq!r} is: {written} of its {length} tokens are in the pool"
             )
     packed = plan(pool, pieces)
-    tokens = [t for p in pieces for t in pool.manager.tokens(p.seq)[p.start : p.start + p.count]]
+    tokens = [token for piece in pieces for token in fed(pool, piece)]
     positions = torch.cat([torch.arange(p.start, p.start + p.count) for p in pieces])
     device = pool.keys.device
     last = torch.tensor([first + piece.count - 1 for first, piece in zip(packed.first, pieces, strict=True)], device=device)
