@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from kvlab import record
 from kvlab.core.blocks import BlockManager
 from kvlab.core.schedule import Scheduler
 from kvlab.core.simulate import Cost, Simulation, Tick, Work
@@ -201,3 +202,24 @@ def measures(day: Day) -> dict[str, float]:
             "running": statistics.fmean(m.running for m in day.moments),
         }
     return out
+
+
+def brief(day: Day) -> dict:
+    """Its measures."""
+    return {name: record.short(value) for name, value in measures(day).items()}
+
+
+def whole(day: Day) -> dict:
+    """Its measures, and what a figure needs: each request's times, each step."""
+    return {
+        **brief(day),
+        "places_there": day.places,
+        "requests": [
+            [s.asked.prompt, s.asked.output, *(record.short(t, 5) for t in (s.asked.at, s.admitted, s.first, s.last)), s.preemptions]
+            for s in day.served
+        ],
+        "moments": [
+            [record.short(m.start, 5), record.short(m.end, 5), m.decode, m.work.tokens - m.decode, m.running, m.waiting, m.held, m.preempted, list(m.names), list(m.prompts)]
+            for m in day.moments
+        ],
+    }  # fmt: skip

@@ -18,7 +18,7 @@ from kvlab.core.workload import Request, poisson, requests
 from kvlab.engine.metrics import mean
 from kvlab.experiments import beside, days, dispatch, scheduling_studies, stepcosts
 from kvlab.experiments.checkpoint import Checkpoint
-from kvlab.experiments.days import Day, Moment, WorkClock
+from kvlab.experiments.days import Moment, WorkClock
 from kvlab.runtime import Loaded, load
 from kvlab.runtime.decode import pad_left, threads
 
@@ -46,27 +46,6 @@ POLICIES = {"static": "decode first", "apart": "prefill first", "mixed": "mixed"
 
 
 # ---- what is saved of a day ------------------------------------------------------------------------------------------------
-
-
-def brief(day: Day) -> dict:
-    """Its measures."""
-    return {name: record.short(value) for name, value in days.measures(day).items()}
-
-
-def whole(day: Day) -> dict:
-    """Its measures, and what a figure needs: each request's times, each step."""
-    return {
-        **brief(day),
-        "places_there": day.places,
-        "requests": [
-            [s.asked.prompt, s.asked.output, *(record.short(t, 5) for t in (s.asked.at, s.admitted, s.first, s.last)), s.preemptions]
-            for s in day.served
-        ],
-        "moments": [
-            [record.short(m.start, 5), record.short(m.end, 5), m.decode, m.work.tokens - m.decode, m.running, m.waiting, m.held, m.preempted, list(m.names), list(m.prompts)]
-            for m in day.moments
-        ],
-    }  # fmt: skip
 
 
 def steps_of(moments: Sequence[Moment]) -> list[list]:
@@ -125,7 +104,7 @@ def saturated(loaded: Loaded, sizes: Sizes) -> dict:
     asked = asked_by(sizes)
     out = {"lockstep": lockstep(loaded, asked, sizes.places)}
     for name, policy in POLICIES.items():
-        out[name] = brief(days.real(loaded, asked, BLOCKS, max_running=sizes.places, budget=sizes.budget, policy=policy))
+        out[name] = days.brief(days.real(loaded, asked, BLOCKS, max_running=sizes.places, budget=sizes.budget, policy=policy))
     return out
 
 
@@ -134,7 +113,7 @@ def arriving(loaded: Loaded, sizes: Sizes, capacity: float) -> dict:
     asked = arrivals(sizes, capacity)
     out: dict = {"rate": record.short(len(asked) / asked[-1].at)}
     for name, policy in POLICIES.items():
-        out[name] = whole(days.real(loaded, asked, BLOCKS, max_running=sizes.places, budget=sizes.budget, policy=policy))
+        out[name] = days.whole(days.real(loaded, asked, BLOCKS, max_running=sizes.places, budget=sizes.budget, policy=policy))
     return out
 
 
@@ -174,7 +153,7 @@ def starving(loaded: Loaded, sizes: Sizes) -> dict:
     for name, options in arms.items():
         day = days.real(loaded, asked, BLOCKS, max_running=sizes.places, **options)
         talk, long = ([s for s in day.served if s.asked.owner == who] for who in ("talks", "long"))
-        out[name] = whole(day) | {
+        out[name] = days.whole(day) | {
             "talkers_stall": record.short(max(s.stall for s in talk)),
             "talkers_tpot": record.short(mean(s.tpot for s in talk)),
             "long_ttft": record.short(mean(s.ttft for s in long)),
@@ -203,7 +182,7 @@ def churning(loaded: Loaded, sizes: Sizes) -> dict:
     }
     out = {}
     for name, options in arms.items():
-        out[name] = whole(days.real(loaded, asked, budget=sizes.budget, **options)) | {"blocks": options["blocks"]}
+        out[name] = days.whole(days.real(loaded, asked, budget=sizes.budget, **options)) | {"blocks": options["blocks"]}
     return out
 
 
@@ -282,7 +261,7 @@ def parts(loaded: Loaded, sizes: Sizes, data: dict) -> dict[str, Callable[[], ob
                 ("saturated", asked_by(sizes)),
                 ("arriving", arrivals(sizes, data["saturated"]["mixed"]["tokens_per_second"])),
             ):
-                said[when][name] = brief(
+                said[when][name] = days.brief(
                     days.simulated(asked, cost, BLOCKS, max_running=sizes.places, budget=sizes.budget, policy=policy)
                 )
         return said

@@ -12,11 +12,10 @@ from dataclasses import replace
 from kvlab import record
 from kvlab.core.blocks import BlockManager
 from kvlab.core.schedule import Scheduler
-from kvlab.core.simulate import Cost, Simulation, Work
+from kvlab.core.simulate import Cost, Simulation, Work, card_cost
 from kvlab.core.workload import Request, poisson, requests
 from kvlab.engine.metrics import mean, percentile
 from kvlab.experiments import allocators, days
-from kvlab.experiments.stepcosts import card_roofline
 
 SEED = 7
 POLICIES = {"static": "decode first", "apart": "prefill first", "mixed": "mixed"}
@@ -30,16 +29,12 @@ def parts(own: Callable[[], Cost], quick: bool) -> dict[str, Callable[[], object
     """The studies by name. `own`: this machine's cost, known only once it has been fitted."""
     many = 40 if quick else 1000
     return {
-        "policies": lambda: {name: policies(cost, many) for name, cost in (("own", own()), (CARD, card_roofline()))},
-        "knees": lambda: {name: knees(cost) for name, cost in (("own", own()), (CARD, card_roofline()))},
+        "policies": lambda: {name: policies(cost, many) for name, cost in (("own", own()), (CARD, card_cost()))},
+        "knees": lambda: {name: knees(cost) for name, cost in (("own", own()), (CARD, card_cost()))},
         "pools": lambda: pools(own(), 30 if quick else 400),
         "queues": lambda: queues(own(), 20 if quick else 200),
         "use": lambda: use(own(), 60 if quick else 1500),
     }
-
-
-def _measures(day: days.Day) -> dict:
-    return {name: record.short(value) for name, value in days.measures(day).items()}
 
 
 def policies(cost: Cost, many: int, places: int = 64, load: float = 0.7) -> dict:
@@ -54,7 +49,7 @@ def policies(cost: Cost, many: int, places: int = 64, load: float = 0.7) -> dict
                 asked = poisson(asked, load * capacity / mean(r.output for r in asked), seed=SEED)
             for name, policy in POLICIES.items():
                 day = days.simulated(asked, cost, 64 * 2048 // 16, max_running=places, budget=512, policy=policy)
-                out[workload][when][name] = _measures(day)
+                out[workload][when][name] = days.brief(day)
         out[workload]["saturated"]["lockstep"] = lockstep(cost, requests(workload, many, seed=SEED), places)
     return out
 
@@ -95,7 +90,7 @@ def pools(cost: Cost, many: int) -> list[dict]:
     for size in BLOCK_SIZES:
         for watermark in WATERMARKS if size == 16 else (0.01,):
             day = days.simulated(asked, cost, allocators.SLOTS // size, size, watermark=watermark, max_running=64, budget=512)
-            out.append({"size": size, "watermark": watermark} | _measures(day))
+            out.append({"size": size, "watermark": watermark} | days.brief(day))
     return out
 
 
@@ -105,7 +100,7 @@ def queues(cost: Cost, many: int) -> dict:
     quiet = [replace(one, owner="quiet") for one in requests("Alpaca", max(4, many // 10), seed=SEED + 1)]
     alone = {}
     for name, who in (("floods", flood), ("quiet", quiet)):
-        alone[name] = _measures(days.simulated(who, cost, 1024, max_running=16, budget=128))["seconds"]
+        alone[name] = days.brief(days.simulated(who, cost, 1024, max_running=16, budget=128))["seconds"]
     quiet = poisson(quiet, len(quiet) / alone["floods"], seed=SEED)
     asked, out = [*flood, *quiet], {}
     for name, fair in (("first come", False), ("least served first", True)):

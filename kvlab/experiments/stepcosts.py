@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvlab.core.cards import MODELS
 from kvlab.core.ledger import token_bytes
 from kvlab.core.simulate import Cost, Work, roofline
 from kvlab.experiments import attention_cost
@@ -77,20 +76,3 @@ def own_roofline(loaded: Loaded, tries: int = 3) -> tuple[Cost, dict[str, float]
         bandwidth=ceilings["bytes"],
     )
     return cost, ceilings
-
-
-# A card's ceilings as its maker states them: bfloat16 products without sparsity, and memory. NVIDIA's A100 80 GB SXM data sheet.
-A100 = {"flops": 312e12, "bandwidth": 2.039e12}
-
-
-def card_roofline(model: str = "Llama 3.1 8B") -> Cost:
-    """A public model in bfloat16 on an A100 80 GB: computed from stated ceilings, not measured."""
-    public = MODELS[model]
-    spec = public.spec
-    return roofline(
-        parameters=public.parameters,
-        weight_bytes=2 * public.parameters,
-        kv_token_bytes=token_bytes(spec),
-        pair_flops=4 * spec.layers * spec.heads * spec.head_dim,
-        **A100,
-    )

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from kvlab.core.simulate import Cost, Work
+from kvlab.core.simulate import Cost, Work, card_cost
 from kvlab.record import Run, number
 from kvlab.show.theme import HEALTHY, MUTED, OWNERS, PAD, SHARED, SICK, apply, switch
 
@@ -229,7 +229,7 @@ def knee(run: Run) -> go.Figure:
     xs = [2 ** (k / 4) for k in range(41)]
     for label, cost, colour, dash in (
         ("this machine's roofline", Cost(**run.data["cost"]["roofline"]), HEALTHY, "dash"),
-        ("A100 80 GB, computed", _card(run), OWNERS["C"], "dot"),
+        ("A100 80 GB, computed", card_cost(), OWNERS["C"], "dot"),
     ):
         ys = [x / cost.seconds(Work(x, int(32 * x), 0)) * cost.seconds(Work(1, 32, 0)) for x in xs]
         fig.add_scatter(x=xs, y=ys, mode="lines", name=label, line={"color": colour, "dash": dash}, hovertemplate="%{y:.1f} times one row<extra>" + label + "</extra>")  # fmt: skip
@@ -250,12 +250,6 @@ def knee(run: Run) -> go.Figure:
         alt="Throughput against rows on two logarithmic axes. The card's line rises with the rows up to about 150 and is flat behind "
         "that; this machine's roofline bends at a few rows already; the measured points bend softly.",
     )
-
-
-def _card(run: Run) -> Cost:
-    from kvlab.experiments.stepcosts import card_roofline
-
-    return card_roofline()
 
 
 def fit(run: Run) -> go.Figure:
