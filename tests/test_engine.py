@@ -362,7 +362,7 @@ def test_one_generator_for_all_and_a_neighbours_draw_counts():
 @pytest.mark.parametrize("name", [None, "cancelled-freed-too-early"])
 def test_who_leaves_while_a_step_is_computed_keeps_its_blocks_until_then(monkeypatch, name):
     engine, forward, seen = Engine(LLAMA, 64, 4), packed.forward, []
-    request = engine.submit(prompts(9)[0], max_tokens=6)
+    request, beside = (engine.submit([n, *range(8)], max_tokens=6) for n in (20, 30))
 
     def meanwhile(*work):
         engine.cancel(request)
@@ -372,7 +372,8 @@ def test_who_leaves_while_a_step_is_computed_keeps_its_blocks_until_then(monkeyp
     monkeypatch.setattr(packed, "forward", meanwhile)
     with fault(name), pytest.raises(UnknownSequence) if name else contextlib.nullcontext():
         engine.step()
-    assert seen == [("cancelled", 64) if name else (None, 61)] and request.finish == "cancelled"
+    assert seen == [("cancelled", 61) if name else (None, 58)] and request.finish == "cancelled"
+    assert beside.finish == ("failed" if name else None), "one loop alone does not leak: it fails all that ran"
 
 
 BAD = {
