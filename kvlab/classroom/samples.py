@@ -168,45 +168,6 @@ SAMPLES = (
         "    return [index[k] for k in keys[: (num_tokens - 1) // block_size] if k in index]\n",
     ),
     Sample(
-        "07-scheduling",
-        "make_room",
-        1,
-        "from a copy that is popped",
-        "def make_room(running, free_blocks, needed):\n"
-        "    left, out = list(running), []\n"
-        "    while free_blocks < needed and left:\n"
-        "        name, blocks = left.pop()\n"
-        "        free_blocks += blocks\n"
-        "        out += [name]\n"
-        "    return out\n",
-    ),
-    Sample(
-        "07-scheduling",
-        "make_room",
-        0,
-        "who came first goes first",
-        "def make_room(running, free_blocks, needed):\n"
-        "    out = []\n"
-        "    for name, blocks in running:\n"
-        "        if free_blocks >= needed:\n"
-        "            break\n"
-        "        out.append(name)\n"
-        "        free_blocks += blocks\n"
-        "    return out\n",
-    ),
-    Sample(
-        "07-scheduling",
-        "share_budget",
-        0.5,
-        "right as long as a prompt is short",
-        "def share_budget(decoding, prompts, budget):\n"
-        "    left, out = budget - decoding, []\n"
-        "    for prompt in prompts:\n"
-        "        out.append(max(0, min(prompt, left, 200)))\n"
-        "        left -= out[-1]\n"
-        "    return out\n",
-    ),
-    Sample(
         "13-released",
         "epsilon",
         1,
