@@ -167,15 +167,28 @@ def knee_step(loaded: Loaded, asked: Sequence[Request]) -> float:
     return min(m.seconds for m in day.moments if m.decode == len(asked))
 
 
+def crowded(loaded: Loaded, sizes: Sizes) -> list[dict]:
+    """A burst of short requests, with more and more of them at once: what each waits for its first token, and for each next one."""
+    most = sizes.rows[-1]
+    out = []
+    for places in sizes.rows[2:] or sizes.rows:
+        day = days.real(loaded, [Request(16, sizes.new)] * most, 4 * BLOCKS, max_running=places, budget=sizes.budget)
+        times = [[record.short(s.ttft), record.short(s.tpot)] for s in day.served]
+        out.append({"places": places, **days.brief(day), "times": times})
+    return out
+
+
 def churning(loaded: Loaded, sizes: Sizes) -> dict:
-    """Requests that grow to several times their prompt, in a pool that holds half of what they grow to."""
-    asked = [Request(16, 4 * sizes.new)] * sizes.places
-    grown = -(-(16 + 4 * sizes.new) // 16) * sizes.places
-    tight = {"blocks": max(grown // 2, 2 + -(-(16 + 4 * sizes.new) // 16)), "max_running": sizes.places, "watermark": 0.0}
+    """Requests that come one after the other and grow to several times their prompt, in a pool that holds half of what they grow to."""
+    one = Request(16, 4 * sizes.new)
+    grown = -(-(one.prompt + one.output) // 16)
+    gap = 4 * knee_step(loaded, [one] * max(1, sizes.places // 2))
+    asked = [replace(one, at=n * gap) for n in range(3 * sizes.places // 2)]
+    tight = {"blocks": max(grown * sizes.places // 2, 2 + grown), "max_running": sizes.places, "watermark": 0.0}
     arms = {
-        "roomy pool": tight | {"blocks": grown + 1},
+        "roomy pool": tight | {"blocks": len(asked) * grown + 1},
         "tight pool": tight,
-        "tight, watermark 0.3": tight | {"watermark": 0.3},
+        "tight, watermark 0.1": tight | {"watermark": 0.1},
         "tight, half the places": tight | {"max_running": max(1, sizes.places // 2)},
         "tight, swapped out": tight | {"swap": True},
         "tight, blocks of 64": tight | {"blocks": max(2, tight["blocks"] // 4), "block_size": 64},
@@ -271,7 +284,9 @@ def parts(loaded: Loaded, sizes: Sizes, data: dict) -> dict[str, Callable[[], ob
         "saturated": lambda: saturated(loaded, sizes),
         "arriving": lambda: arriving(loaded, sizes, data["saturated"]["mixed"]["tokens_per_second"]),
         "foreseen": foreseen,
+        "linear": lambda: stepcosts.linear_seconds(loaded, sorted({*sizes.rows, 3})),
         "knee": lambda: knee(loaded, sizes),
+        "crowded": lambda: crowded(loaded, sizes),
         "starving": lambda: starving(loaded, sizes),
         "churning": lambda: churning(loaded, sizes),
         "small_blocks": lambda: small_blocks(loaded, sizes),

@@ -6,7 +6,7 @@ stated ceilings and never measured.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from kvlab import record
@@ -31,7 +31,7 @@ def parts(own: Callable[[], Cost], quick: bool) -> dict[str, Callable[[], object
     return {
         "policies": lambda: {name: policies(cost, many) for name, cost in (("own", own()), (CARD, card_cost()))},
         "knees": lambda: {name: knees(cost) for name, cost in (("own", own()), (CARD, card_cost()))},
-        "pools": lambda: pools(own(), 30 if quick else 400),
+        "pools": lambda: pools({"own": own(), CARD: card_cost()}, 30 if quick else 400),
         "queues": lambda: queues(own(), 20 if quick else 200),
         "use": lambda: use(own(), 60 if quick else 1500),
     }
@@ -84,13 +84,22 @@ def knees(cost: Cost, contexts: tuple[int, ...] = (64, 1024)) -> dict:
     return {"flat": record.short(cost.flat), "rows": table}
 
 
-def pools(cost: Cost, many: int) -> list[dict]:
-    """Block size and watermark against preemptions: PagedAttention's workload in a pool that is too small for all who may run."""
+def pools(costs: Mapping[str, Cost], many: int) -> list[dict]:
+    """Block size and watermark against preemptions and, by cost, tokens a second: PagedAttention's workload in a pool too small for all."""
     asked, out = requests("ShareGPT", many, seed=SEED), []
     for size in BLOCK_SIZES:
         for watermark in WATERMARKS if size == 16 else (0.01,):
-            day = days.simulated(asked, cost, allocators.SLOTS // size, size, watermark=watermark, max_running=64, budget=512)
-            out.append({"size": size, "watermark": watermark} | days.brief(day))
+            row: dict = {"size": size, "watermark": watermark, "speed": {}}
+            for name, cost in costs.items():
+                day = days.simulated(
+                    asked, cost, allocators.SLOTS // size, size, watermark=watermark, max_running=64, budget=512
+                )
+                found = days.brief(day)
+                row["speed"][name] = found["tokens_per_second"]
+                row |= {
+                    key: found[key] for key in ("preemptions", "again", "running")
+                }  # all wait at once: the same by any clock
+            out.append(row)
     return out
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from kvlab.core.ledger import token_bytes
 from kvlab.core.simulate import Cost, Work, roofline
@@ -76,3 +78,25 @@ def own_roofline(loaded: Loaded, tries: int = 3) -> tuple[Cost, dict[str, float]
         bandwidth=ceilings["bytes"],
     )
     return cost, ceilings
+
+
+@torch.inference_mode()
+def linear_seconds(loaded: Loaded, rows: Sequence[int], tries: int = 5) -> list[list[float]]:
+    """[rows, seconds] of all the model's weights applied to that many rows, nothing else: the best of `tries`."""
+    weights = [
+        p for name, p in loaded.model.named_parameters() if p.dim() == 2 and p is not loaded.model.get_input_embeddings().weight
+    ]
+    weights.append(loaded.model.get_output_embeddings().weight)
+    inputs = {w.shape[1]: torch.randn(max(rows), w.shape[1], dtype=w.dtype, device=w.device) for w in weights}
+    out = []
+    for count in rows:
+        best = float("inf")
+        for _ in range(tries):
+            began = time.perf_counter()
+            for w in weights:
+                torch.nn.functional.linear(inputs[w.shape[1]][:count], w)
+            if w.device.type == "cuda":
+                torch.cuda.synchronize()
+            best = min(best, time.perf_counter() - began)
+        out.append([count, best])
+    return out
